@@ -1,0 +1,75 @@
+"""`python -m finetune COMMAND`: everything but training."""
+
+import argparse
+
+from finetune.launch import examine_launch
+from finetune.machine import Machine, describe_machine, this_machine
+from finetune.mistakes import Mistakes, exit_with
+from finetune.preflight import find_launch_mistakes, find_mistakes, find_notes, precision
+from finetune.recipe import load_recipe
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Say everything that is wrong with a recipe, a launch file and a machine, or what would be run. Starts nothing.
+
+    Raises:
+        Mistakes: of the recipe, of the launch and between the three, at once.
+    """
+    recipe, mistakes, machine = None, [], Machine((), 0, False, False)
+    try:
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+    except Mistakes as error:
+        mistakes += error.mistakes
+    launch, launch_mistakes = examine_launch(arguments.launch)
+    mistakes += launch_mistakes
+    try:
+        machine = describe_machine(arguments.machine) if arguments.machine else this_machine()
+    except Mistakes as error:
+        raise Mistakes(*mistakes, *error.mistakes) from None
+    if launch is not None:
+        # Where the recipe cannot be read, the launch still has to fit the machine.
+        mistakes += (
+            find_launch_mistakes(launch, machine, arguments.recipe)
+            if recipe is None
+            else find_mistakes(recipe, launch, machine, arguments.recipe)
+        )
+    if mistakes or recipe is None or launch is None:
+        raise Mistakes(*mistakes)
+
+    rows = recipe.optim.micro_batch * recipe.optim.grad_accum * launch.processes
+    sharding = f"ZeRO-{launch.zero_stage}" if launch.zero_stage else "DDP" if launch.processes > 1 else "not sharded"
+    print(f"{arguments.recipe} with {arguments.launch}: no mistakes")
+    print(f"  processes  {launch.processes} on {launch.machines} machine{'s' if launch.machines > 1 else ''}, {sharding}")
+    print(f"  method     {recipe.method.kind}, {precision(recipe, launch, machine)}")
+    print(
+        f"  step       {recipe.optim.micro_batch} x {recipe.optim.grad_accum} x {launch.processes} = {rows} rows, "
+        f"{rows * recipe.data.seq_len:,} tokens"
+    )
+    for note in find_notes(launch):
+        print(f"  note       {note}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m finetune", description="Everything but training, which is train.py.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    command = commands.add_parser("check", help="find the mistakes of a recipe, a launch file and a machine; starts nothing")
+    command.add_argument("recipe", help="recipes/NAME.yaml")
+    command.add_argument("overrides", nargs="*", help="section.key=value, as for train.py")
+    command.add_argument("--launch", required=True, metavar="FILE", help="the accelerate YAML")
+    command.add_argument("--machine", help="another machine than this one, as in 4xT4 or 4xT4,host=120,compiler=no")
+    command.set_defaults(run=check)
+
+    arguments, rest = parser.parse_known_args()
+    # argparse fills a list of positionals once: overrides that stand behind an option are left over.
+    if any(argument.startswith("-") or "=" not in argument for argument in rest):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        arguments.overrides += rest
+        arguments.run(arguments)
+    except Mistakes as error:
+        exit_with(error)
+
+
+if __name__ == "__main__":
+    main()

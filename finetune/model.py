@@ -1,0 +1,277 @@
+"""Load the model the way the launch shards it, in the precision of the hardware; put LoRA on it; checkpoint its activations.
+
+Two ways in. Without ZeRO-3 every rank holds the whole model on its own device, and transformers' loader reads the safetensors
+tensor by tensor straight to it. Under ZeRO-3 that loader would let rank 0 merge the whole checkpoint in host memory and would
+report no unexpected or mismatched keys; there, each rank reads its own part of each tensor and nothing else.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+
+from finetune import attention, recipe
+from finetune.mistakes import Mistake, Mistakes
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+WEIGHTS = "*.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def fetch(model: recipe.Model) -> Path:
+    """The local folder with the model's files; a hub name is downloaded to the hub's cache first.
+
+    Raises:
+        Mistakes: the licence is not accepted, no such model or revision, no network, or no safetensors.
+    """
+    folder = Path(model.name).expanduser()
+    if not folder.is_dir():
+        try:
+            patterns = ["*.json", "*.txt", "*.model"] + ([] if model.random_weights else [WEIGHTS])
+            folder = Path(snapshot_download(model.name, revision=model.revision, allow_patterns=patterns))
+        except GatedRepoError:
+            fix = f"accept the licence at https://huggingface.co/{model.name}, then `export HF_TOKEN=` a token of that account"
+            raise Mistakes(Mistake("recipe", "model.name", f"{model.name} is gated and your account may not read it", fix)) from None
+        except RevisionNotFoundError:
+            what = f"{model.name} has no revision {model.revision}"
+            raise Mistakes(Mistake("recipe", "model.revision", what, "use a branch, tag or commit of the model's page")) from None
+        except RepositoryNotFoundError:
+            fix = "check the spelling; for a private or gated model set HF_TOKEN; for a local one give its folder"
+            raise Mistakes(Mistake("recipe", "model.name", f"the hub has no model {model.name} that you may read", fix)) from None
+        except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+            fix = "check the network and HF_HUB_OFFLINE, or give the path of a local folder"
+            what = f"{model.name} could not be downloaded ({type(error).__name__}: {str(error).splitlines()[0]})"
+            raise Mistakes(Mistake("recipe", "model.name", what, fix)) from None
+    if not model.random_weights and not any(folder.glob(WEIGHTS)):
+        fix = "convert the checkpoint to safetensors; pickled weights can run code and are not read"
+        raise Mistakes(Mistake("recipe", "model.name", f"{folder} holds no safetensors", fix))
+    return folder
+
+
+def load_tokenizer(folder: Path):
+    """The model's fast tokenizer.
+
+    Raises:
+        Mistakes: the folder holds none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        what = f"no tokenizer could be loaded ({str(error).splitlines()[0]})"
+        raise Mistakes(Mistake(str(folder), "", what, "put tokenizer.json and tokenizer_config.json beside config.json")) from None
+
+
+def load_config(folder: Path):
+    """The model's config, set for training: no dropout but LoRA's, so that recomputed activations and every sharding agree."""
+    config = AutoConfig.from_pretrained(folder)
+    for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout", "residual_dropout", "embedding_dropout"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    return config
+
+
+def load_model(
+    model: recipe.Model, method: recipe.Method, folder: Path, precision: str, device: torch.device, deepspeed: dict | None
+) -> PreTrainedModel:
+    """Load the base model, or make it from random weights.
+
+    Args:
+        folder: from `fetch`.
+        precision: fp16, bf16 or fp32.
+        device: this rank's own.
+        deepspeed: the DeepSpeed JSON with its stage, or None under DistributedDataParallel and a single process.
+
+    Raises:
+        Mistakes: a weight is missing, unexpected or of another shape, or a file is damaged.
+    """
+    dtype, config = DTYPES[precision], load_config(folder)
+    if method.kind == "full" and deepspeed is None:
+        dtype = torch.float32  # autocast's gradient scaler wants fp32 masters; DeepSpeed keeps its own
+    options = {"attn_implementation": attention.NAME, "dtype": dtype}
+    if deepspeed and deepspeed["zero_optimization"]["stage"] == 3:
+        return _load_sharded(config, folder, options, deepspeed, model.random_weights)
+    if model.random_weights:
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(config, **options)
+    if method.kind == "qlora":
+        # float16 as the storage type would survive an fp16 engine's cast as uint8 does; other types are destroyed by it.
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_quant_storage=torch.uint8,
+        )
+    try:
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, device_map={"": device}, use_safetensors=True, output_loading_info=True, **options
+        )
+    except (SafetensorError, OSError) as error:
+        raise Mistakes(Mistake(str(folder), "", f"damaged weights ({error})", "download or copy them again")) from None
+    _compare_keys(folder, set(report["missing_keys"]), set(report["unexpected_keys"]), {key for key, *_ in report["mismatched_keys"]})
+    return loaded
+
+
+def _load_sharded(config, folder: Path, options: dict, deepspeed_config: dict, random_weights: bool) -> PreTrainedModel:
+    """Build the model sharded module by module, then fill this rank's part of every parameter from the files."""
+    if random_weights:
+        # transformers itself enters zero.Init here, and gathers a module at a time to initialise it.
+        return AutoModelForCausalLM.from_config(config, **options)
+    import deepspeed
+    from transformers.initialization import no_init_weights
+    from transformers.integrations.deepspeed import prevent_arange_dtype_change
+    from transformers.modeling_utils import set_zero3_state
+
+    with set_zero3_state(), no_init_weights(), prevent_arange_dtype_change():
+        with deepspeed.zero.Init(config_dict_or_path=deepspeed_config, dtype=options["dtype"]):
+            model = AutoModelForCausalLM.from_config(config, **options)
+    model.tie_weights()
+    _fill_shards(model, folder)
+    return model
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Which safetensors file holds each tensor, from the index or from the headers of the files.
+
+    Raises:
+        Mistakes: a file is damaged, or the index names one that is not there.
+    """
+    if (folder / INDEX).exists():
+        files = {name: folder / file for name, file in json.loads((folder / INDEX).read_text())["weight_map"].items()}
+        absent = sorted({str(path) for path in files.values() if not path.exists()})
+        if absent:
+            raise Mistakes(Mistake(str(folder / INDEX), "", f"{', '.join(absent)} is not there", "download or copy it again"))
+        return files
+    files = {}
+    for path in sorted(folder.glob(WEIGHTS)):
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                files |= dict.fromkeys(tensors.keys(), path)
+        except SafetensorError as error:
+            raise Mistakes(Mistake(str(path), "", f"damaged weights ({error})", "download or copy it again")) from None
+    return files
+
+
+def _fill_shards(model: PreTrainedModel, folder: Path) -> None:
+    """Copy this rank's part of every tensor from the files into `ds_tensor`.
+
+    ZeRO-3 flattens a parameter, pads it to a multiple of the world size and gives rank r the r-th slice. A slice of whole
+    rows that covers the flat one is read, so host memory holds one part of one tensor at a time and no collective is needed.
+    """
+    files, opened = weight_files(folder), {}
+    parameters = dict(model.named_parameters())
+    tied = {name for name in model.state_dict(keep_vars=True) if name not in parameters}
+    missing, mismatched = set(parameters) - set(files), set()
+    for name, parameter in parameters.items():
+        if name in missing:
+            continue
+        if files[name] not in opened:
+            opened = {files[name]: safe_open(files[name], framework="pt")}  # one file at a time stays mapped
+        tensor = opened[files[name]].get_slice(name)
+        if tuple(tensor.get_shape()) != tuple(parameter.ds_shape):
+            mismatched.add(name)
+        elif parameter.ds_tensor.final_location is not None:  # on NVMe: only DeepSpeed's own way reaches it
+            from deepspeed.zero import GatheredParameters
+
+            with GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+                if torch.distributed.get_rank() == 0:
+                    parameter.copy_(tensor[:])
+        else:
+            _copy_part(tensor, parameter)
+    _compare_keys(folder, missing, set(files) - set(parameters) - tied, mismatched)
+
+
+def _copy_part(tensor, parameter: torch.nn.Parameter) -> None:
+    part = parameter.ds_tensor
+    start = part.ds_numel * torch.distributed.get_rank()
+    stop = min(start + part.ds_numel, parameter.ds_numel)
+    if start >= stop:
+        return  # the last ranks of a small tensor hold padding alone
+    row_numel = parameter.ds_numel // parameter.ds_shape[0]
+    first, last = start // row_numel, -(-stop // row_numel)
+    flat = tensor[first:last].reshape(-1)
+    with torch.no_grad():
+        part.narrow(0, 0, stop - start).copy_(flat[start - first * row_numel : stop - first * row_numel])
+
+
+def _compare_keys(folder: Path, missing: set[str], unexpected: set[str], mismatched: set[str]) -> None:
+    mistakes = [
+        Mistake(str(folder), "", f"{len(names)} weights {what}, {sorted(names)[0]} first", "the files are not of this config.json")
+        for what, names in (
+            ("that the model needs are missing", missing),
+            ("are in the files that the model does not have", unexpected),
+            ("have another shape than the model's", mismatched),
+        )
+        if names
+    ]
+    if mistakes:
+        raise Mistakes(*mistakes)
+
+
+def linear_names(model: torch.nn.Module) -> list[str]:
+    """Last parts of the names of the linear modules inside the layers, which are those that LoRA can sit on."""
+    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module) and re.search(r"\.\d+\.", name)})
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Linear)  # bitsandbytes' Linear4bit is one
+
+
+def add_lora(model: PreTrainedModel, method: recipe.Method) -> PeftModel:
+    """Freeze the base and put fp32 LoRA matrices on every module that `method.targets` names.
+
+    Raises:
+        Mistakes: a name matches nothing, which PEFT passes over in silence as long as another one matches.
+    """
+    names = linear_names(model)
+    unknown = [target for target in method.targets if target not in names]
+    if unknown:
+        what = f"{', '.join(unknown)} matches no linear module; the model has {', '.join(names)}"
+        raise Mistakes(Mistake("recipe", "method.targets", what, "name some of those, or leave the list empty for all"))
+    config = LoraConfig(
+        r=method.rank,
+        lora_alpha=method.alpha,
+        lora_dropout=method.dropout,
+        target_modules=method.targets or names,
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, config)  # adapters of a 16-bit base are made fp32 (autocast_adapter_dtype)
+
+
+def prepare_for_training(model: PreTrainedModel, method: recipe.Method, memory: recipe.Memory) -> torch.nn.Module:
+    """Put LoRA on the base or thaw all of it, checkpoint activations, and set training mode, without which nothing is checkpointed.
+
+    Raises:
+        Mistakes: see `add_lora`.
+    """
+    model.config.use_cache = False
+    if memory.checkpoint_activations:
+        # Non-reentrant: the frozen first layer's input needs no gradient, and DDP never sees a parameter twice.
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    trainable = model.requires_grad_(True) if method.kind == "full" else add_lora(model, method)
+    return trainable.train()
+
+
+def named_trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that training changes, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def whole_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
+    """A parameter's shape, also where ZeRO-3 left an empty placeholder in its stead."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def optimizer_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
+    """Decay matrices, not biases and norms. An empty group is dropped: DeepSpeed cannot take one."""
+    parameters = list(named_trainable(model).values())
+    matrices = [p for p in parameters if len(whole_shape(p)) > 1]
+    vectors = [p for p in parameters if len(whole_shape(p)) <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,255 @@
+"""The recipe: what to train, on what, for how long. The schema, its defaults and its reader; nothing else holds a default.
+
+`python -m finetune.recipe > recipes/schema.json` renews the JSON schema that editors complete from.
+"""
+
+import difflib
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from finetune.mistakes import Mistake, Mistakes
+
+
+class Section(BaseModel):
+    """Strict: an unknown key or a value of another type is a mistake, never a guess."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Precision = Literal["auto", "fp16", "bf16", "fp32"]
+
+
+class Model(Section):
+    name: str = Field("bigcode/starcoder", min_length=1, description="a hub name, or a local folder with config.json")
+    revision: str = Field("main", min_length=1, description="branch, tag or commit on the hub; pin a commit before publishing")
+    precision: Precision = Field("auto", description="auto: bf16 from compute capability 8.0, fp16 below it, fp32 on a CPU")
+    random_weights: bool = Field(False, description="start from random weights of the model's shapes; reads config and tokenizer only")
+
+
+class Method(Section):
+    kind: Literal["lora", "qlora", "full"] = Field("lora", description="qlora: LoRA on a base quantised to 4-bit NF4")
+    rank: Positive = Field(16, description="rank of the LoRA matrices")
+    alpha: Positive = Field(32, description="LoRA's scale is alpha / rank")
+    dropout: float = Field(0.0, ge=0.0, lt=1.0, description="dropout before LoRA's A; the base model's own dropout is off")
+    targets: list[str] = Field([], description="names of linear modules that get LoRA; empty: all of the model family's")
+
+
+class Data(Section):
+    train: str = Field(".", min_length=1, description="a folder of source code, or a JSONL file with a text or content column")
+    seq_len: int = Field(2048, ge=8, description="tokens in a row; at most the model's positions")
+    fim_rate: Share = Field(0.5, description="share of documents turned to fill-in-the-middle; 0 is plain left to right")
+    fim_spm_share: Share = Field(0.5, description="of those, the share in suffix-prefix-middle order")
+    eval_share: float = Field(0.05, gt=0.0, lt=1.0, description="share of documents held out, chosen by a hash of their name")
+    eval_rows: Positive = Field(64, description="rows at most in one evaluation")
+
+
+class Optim(Section):
+    lr: float = Field(2.0e-4, gt=0.0, description="peak learning rate of AdamW")
+    steps: Positive = Field(1000, description="optimizer steps")
+    warmup_steps: NotNegative = Field(30, description="steps of linear warm-up; fewer than steps")
+    schedule: Literal["cosine", "linear"] = Field("cosine", description="how the rate falls to zero after the warm-up")
+    weight_decay: float = Field(0.0, ge=0.0, description="decoupled; on matrices, never on biases and norms")
+    micro_batch: Positive = Field(1, description="rows a GPU takes at once")
+    grad_accum: Positive = Field(16, description="micro batches a GPU adds up before a step")
+    clip: float = Field(1.0, gt=0.0, description="the gradient's norm is cut to this")
+    stop_after_skips: Positive = Field(20, description="stop after so many fp16 overflows in a row")
+
+
+class Memory(Section):
+    checkpoint_activations: bool = Field(True, description="keep a layer's input alone and recompute the layer in the backward pass")
+
+
+class Run(Section):
+    out: str = Field("runs/starcoder-lora", min_length=1, description="folder of the results; never one that holds a finished run")
+    seed: NotNegative = Field(0, description="of the adapter's first weights, the order of rows and fill-in-the-middle")
+    eval_every: Positive = Field(100, description="steps between evaluations; there is one before and one after training too")
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
+        ["tensorboard"], description="where metrics go beside metrics.jsonl"
+    )
+    sample: str = Field("def read_jsonl(path):\n", min_length=1, description="prompt completed before and after training")
+    sample_tokens: NotNegative = Field(24, description="tokens of that completion; 0: none")
+    save_dtype: Precision = Field("auto", description="of a full model's result; auto: the precision that it was trained in")
+
+
+class Recipe(Section):
+    """One training job, as `recipes/*.yaml` write it."""
+
+    model: Model = Model()
+    method: Method = Method()
+    data: Data = Data()
+    optim: Optim = Optim()
+    memory: Memory = Memory()
+    run: Run = Run()
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a key given twice is an error and 1e-4 is a number (YAML 1.1 reads it as text)."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode):
+                if key_node.value in seen:
+                    line = key_node.start_mark.line + 1
+                    raise yaml.constructor.ConstructorError(None, None, f"{key_node.value} is given twice (line {line})", None)
+                seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+
+
+def read_mapping(path: Path | str) -> dict[str, Any]:
+    """Read a YAML file whose top is a mapping (an empty file is an empty one).
+
+    Raises:
+        Mistakes: no such file, not text, not YAML, a key given twice, a Python tag, or another top than a mapping.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise Mistakes(Mistake(str(path), "", f"not UTF-8 text (byte {error.start})", "save it as UTF-8")) from None
+    except OSError as error:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else f"paths are relative to {Path.cwd()}"
+        raise Mistakes(Mistake(str(path), "", error.strerror or "cannot be read", hint)) from None
+    return {} if (content := _load_yaml(text, str(path))) is None else _as_mapping(content, str(path))
+
+
+def _load_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise Mistakes(Mistake(where, "", f"not valid YAML{line}: {problem}", "correct that line")) from None
+
+
+def _as_mapping(content: Any, where: str) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise Mistakes(Mistake(where, "", f"a {type(content).__name__} at the top", "write `section:` with `key: value` lines below it"))
+    return content
+
+
+def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Recipe:
+    """Read a recipe and put dotted overrides (`optim.lr=1e-4`) over it.
+
+    Raises:
+        Mistakes: all that is wrong with the file and the overrides, at once.
+    """
+    mapping, mistakes, from_command_line = read_mapping(path), [], set()
+    for override in overrides or []:
+        key, equals, value = override.partition("=")
+        parts = key.split(".")
+        if not equals or len(parts) != 2 or not all(parts):
+            mistakes.append(Mistake("command line", override, "not an override", "write section.key=value, as in optim.lr=1e-4"))
+            continue
+        section = mapping.setdefault(parts[0], {})
+        if section is None:
+            section = mapping[parts[0]] = {}
+        if isinstance(section, dict):
+            section[parts[1]] = _load_yaml(value, f"command line: {key}")
+            from_command_line.add(key)
+    # `data:` with nothing below it is an empty section, as it reads.
+    mapping = {key: {} if value is None else value for key, value in mapping.items()}
+    try:
+        recipe = Recipe.model_validate(mapping)
+    except ValidationError as error:
+        for entry in error.errors():
+            key = ".".join(str(part) for part in entry["loc"])
+            where = "command line" if key in from_command_line else str(path)
+            mistakes.append(_explain(where, key, entry))
+        raise Mistakes(*mistakes) from None
+    if recipe.optim.warmup_steps >= recipe.optim.steps:
+        what = f"{recipe.optim.warmup_steps} is not less than optim.steps ({recipe.optim.steps})"
+        mistakes.append(Mistake(str(path), "optim.warmup_steps", what, "the rate would never reach its peak; lower it"))
+    if recipe.model.random_weights and recipe.method.kind == "qlora":
+        what = "random weights are not quantised: 4-bit weights are made while a checkpoint is read"
+        mistakes.append(Mistake(str(path), "model.random_weights", what, "set method.kind to lora or full"))
+    if mistakes:
+        raise Mistakes(*mistakes)
+    return recipe
+
+
+# Keys of other trainers that name one of ours, or a decision that has its home elsewhere.
+ELSEWHERE = {
+    "device_map": "remove it: a device map trains one GPU at a time; how a model is sharded is the launch file's business",
+    "load_in_4bit": "remove it and set method.kind: qlora",
+    "load_in_8bit": "remove it: 4-bit is offered (method.kind: qlora), 8-bit is not",
+    "attn_implementation": "remove it: the attention kernel follows the GPU",
+    "bf16": "remove it: precision follows the GPU; model.precision overrides it",
+    "fp16": "remove it: precision follows the GPU; model.precision overrides it",
+    "num_processes": "remove it: it is in the launch file (accelerate_configs/)",
+    "trust_remote_code": "remove it: code that comes with a model is never run",
+    "learning_rate": "did you mean optim.lr?",
+    "max_steps": "did you mean optim.steps?",
+    "max_seq_length": "did you mean data.seq_len?",
+    "gradient_accumulation_steps": "did you mean optim.grad_accum?",
+    "output_dir": "did you mean run.out?",
+    "target_modules": "did you mean method.targets?",
+}
+
+
+def all_keys() -> list[str]:
+    """Every key of a recipe, dotted."""
+    return [f"{name}.{key}" for name, field in Recipe.model_fields.items() for key in field.annotation.model_fields]
+
+
+def _explain(where: str, key: str, entry: dict[str, Any]) -> Mistake:
+    kind, context, given = entry["type"], entry.get("ctx", {}), entry.get("input")
+    if kind == "extra_forbidden":
+        return Mistake(where, key, "no such key", _nearest(key))
+    if kind == "model_type":
+        return Mistake(where, key, f"a section is expected, not {given!r}", f"write `{key}:` with `key: value` lines below it")
+    what = f"{given!r}: {entry['msg'][0].lower()}{entry['msg'][1:]}"
+    if kind == "literal_error":
+        near = difflib.get_close_matches(str(given), re.findall(r"'(\w+)'", context["expected"]), n=1)
+        return Mistake(where, key, f"{given!r} is none of {context['expected']}", f"did you mean {near[0]}?" if near else "choose one")
+    section, _, name = key.partition(".")
+    field = Recipe.model_fields[section].annotation.model_fields.get(name.split(".")[0])
+    return Mistake(where, key, what, f"{name.split('.')[0]} is {field.description}" if field else "correct it")
+
+
+def _nearest(key: str) -> str:
+    section, _, name = key.rpartition(".")
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
+    candidates = all_keys()
+    same_section = [candidate for candidate in candidates if candidate.startswith(f"{section}.")]
+    names = {candidate.partition(".")[2]: candidate for candidate in reversed(candidates)}
+    near = difflib.get_close_matches(key, same_section, n=1, cutoff=0.75) or [
+        names[match] for match in difflib.get_close_matches(name, list(names), n=1, cutoff=0.75)
+    ]
+    for known, advice in ELSEWHERE.items():
+        if not near and difflib.get_close_matches(name, [known], cutoff=0.85):
+            return advice
+    if near:
+        return f"did you mean {near[0]}?"
+    if section and same_section:
+        return f"{section} has {', '.join(candidate.partition('.')[2] for candidate in same_section)}"
+    near = difflib.get_close_matches(key, list(Recipe.model_fields), n=1)
+    return f"did you mean {near[0]}?" if near else f"the sections are {', '.join(Recipe.model_fields)}"
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe with every default written out, as YAML that `load_recipe` reads back to an equal one."""
+    return yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def schema_json() -> str:
+    """The JSON schema of a recipe, as committed in `recipes/schema.json`."""
+    return json.dumps(Recipe.model_json_schema(), indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    print(schema_json(), end="")
