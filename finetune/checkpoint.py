@@ -93,14 +93,16 @@ def verify_adapter(folder: Path, expected: dict[str, tuple[int, ...]]) -> None:
 
     Raises:
         Mistakes: keys or shapes differ (ZeRO-3 placeholders are saved with no elements and no error), a value is not finite,
-            or every B matrix is zero, which means that nothing was learnt.
+            or a B matrix is zero, as it was before the first step.
     """
     path = folder / "adapter_model.safetensors"
     if not path.exists() or not (folder / "adapter_config.json").exists():
         raise Mistakes(Mistake(str(folder), "", "holds no adapter", "give the folder of a LoRA run"))
     mistakes, learnt = _verify_tensors(dict.fromkeys(_keys(path), path), expected)
-    if not any(value for name, value in learnt.items() if "lora_B" in name) and not mistakes:
-        mistakes.append(Mistake(str(path), "", "every B matrix is zero: nothing was learnt", "check optim.lr and the loss"))
+    idle = [name for name, nonzero in learnt.items() if "lora_B" in name and not nonzero]
+    if idle:
+        what = f"{len(idle)} B matrices are zero, {idle[0]} first: no gradient has reached them"
+        mistakes.append(Mistake(str(path), "", what, "report this: that part of the adapter has learnt nothing"))
     if mistakes:
         raise Mistakes(*mistakes)
 
@@ -138,23 +140,45 @@ def _verify_tensors(files: dict[str, Path], expected: dict[str, tuple[int, ...]]
     return mistakes, nonzero
 
 
-def model_card(recipe: Recipe, base: str, figures: dict, data: dict) -> str:
+def model_card(recipe: Recipe, figures: dict, data: dict, ranks: str) -> str:
     """The README.md of a result: what it was made from, how, and what it reached.
 
     Args:
-        base: hub name or folder of the base model.
         figures: measured values by name.
         data: the report of `prepare_rows`.
+        ranks: the table of `telemetry.table`.
     """
-    library = "transformers" if recipe.method.kind == "full" else "peft"
-    header = f"---\nlibrary_name: {library}\nbase_model: {json.dumps(base)}\ntags: [code, starcoder]\n"
-    # BigCode's licence binds what is made from its models; the hub shows it from this key.
-    header += "license: bigcode-openrail-m\n---\n" if base.startswith("bigcode/") else "---\n"
-    kind = {"lora": "A LoRA adapter", "qlora": "A LoRA adapter, trained on a 4-bit base,", "full": "A full fine-tune"}[recipe.method.kind]
-    lines = [header, f"# {Path(recipe.run.out).name}", f"{kind} of `{base}`, revision `{recipe.model.revision}`."]
-    lines += ["## Measured", *(f"- {name}: {value}" for name, value in figures.items())]
-    lines += ["## Data", *(f"- {name}: {value}" for name, value in data.items())]
-    lines += ["## Recipe", f"```yaml\n{dump_recipe(recipe)}```"]
-    return "\n\n".join(lines[:3]) + "\n\n" + "\n".join(lines[3:]) + "\n"
+    base, kind = recipe.model.name, recipe.method.kind
+    header = f"library_name: {'transformers' if kind == 'full' else 'peft'}\nbase_model: {json.dumps(base)}\ntags: [code, starcoder]"
+    if base.startswith("bigcode/"):
+        header += "\nlicense: bigcode-openrail-m"  # it binds what is made from the models too
+    made = {"lora": "A LoRA adapter", "qlora": "A LoRA adapter, trained on a 4-bit base,", "full": "A full fine-tune"}[kind]
+    return f"""---
+{header}
+---
+
+# {Path(recipe.run.out).name}
+
+{made} of `{base}`, revision `{recipe.model.revision}`. Losses are in nats a token, on documents that were held out.
+
+## Measured
+
+{_list(figures)}
+
+```
+{ranks}
+```
+
+## Data
+
+{_list(data)}
+
+## Recipe
+
+```yaml
+{dump_recipe(recipe)}```
+"""
 
 
+def _list(values: dict) -> str:
+    return "\n".join(f"- {name}: {value}" for name, value in values.items())

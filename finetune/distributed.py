@@ -108,6 +108,31 @@ def check_prepared(accelerator: Accelerator, model: torch.nn.Module, recipe: Rec
         raise Mistakes(*mistakes)
 
 
+def check_step(accelerator: Accelerator, model: torch.nn.Module, optimizer, recipe: Recipe, step: int, rate: float) -> None:
+    """Compare what an optimizer step really used with the recipe: the learning rate, and how often gradients were exchanged.
+
+    Args:
+        step: optimizer steps so far by the loop's count.
+        rate: the learning rate of that step.
+
+    Raises:
+        Mistakes: the optimizer inside the wrapper had another rate, or the engine counts other steps.
+    """
+    mistakes, inner = [], getattr(model, "basic_optimizer", None) or optimizer.optimizer
+    rates = {group["lr"] for group in inner.param_groups}
+    if rates != {rate}:
+        mistakes.append(Mistake(f"step {step}", "optim.lr", f"the optimizer used {sorted(rates)}, not {rate}", "report this: the run is wrong"))
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        for name, real, wanted in (
+            ("optimizer steps", model.global_steps, step),
+            ("micro batches", model.micro_steps, step * recipe.optim.grad_accum),
+        ):
+            if real != wanted:
+                mistakes.append(Mistake(f"step {step}", name, f"DeepSpeed counts {real}, not {wanted}", "report this: the run is wrong"))
+    if mistakes:
+        raise Mistakes(*mistakes)
+
+
 def check_same(accelerator: Accelerator, what: str, value: str) -> None:
     """Compare a fingerprint between all ranks.
 

@@ -148,6 +148,11 @@ class Launch:
         return stage if isinstance(stage, int) else 0
 
     @property
+    def strategy(self) -> str:
+        """How the model's state is spread, in a word."""
+        return f"ZeRO-{self.zero_stage}" if self.zero_stage else "DDP" if self.processes > 1 else "one process"
+
+    @property
     def offloads_parameters(self) -> bool:
         return self._device("offload_param") in ("cpu", "nvme")
 

@@ -3,7 +3,13 @@
 import torch
 from torch.nn.functional import cross_entropy
 
-from finetune.packing import IGNORED
+from finetune.packing import IGNORED, Rows
+
+
+def to_batch(rows: Rows, device: torch.device) -> dict[str, torch.Tensor]:
+    """Rows as `input_ids`, `position_ids` and `labels`, each int64 [rows, seq_len] on `device`."""
+    arrays = {"input_ids": rows.tokens, "position_ids": rows.positions, "labels": rows.labels}
+    return {name: torch.from_numpy(array).to(device, torch.int64) for name, array in arrays.items()}
 
 
 def count_labels(labels: torch.Tensor) -> torch.Tensor:
@@ -16,8 +22,7 @@ def sum_losses(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.
 
     Args:
         model: a causal language model, wrapped or not.
-        batch: `input_ids`, `position_ids` and `labels`, each int64 [rows, seq_len]. No attention mask: the positions, which
-            restart with each document, keep documents apart.
+        batch: from `to_batch`. No attention mask: the positions, which restart with each document, keep documents apart.
     """
     logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
     targets = batch["labels"][:, 1:].reshape(-1)

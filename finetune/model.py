@@ -6,6 +6,7 @@ report no unexpected or mismatched keys; there, each rank reads its own part of 
 """
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -256,6 +257,22 @@ def prepare_for_training(model: PreTrainedModel, method: recipe.Method, memory: 
         model.activation_checkpointing_enable({"use_reentrant": False})
     trainable = model.requires_grad_(True) if method.kind == "full" else add_lora(model, method)
     return trainable.train()
+
+
+def check_first_loss(loss: float, vocab_size: int, model: recipe.Model) -> None:
+    """Refuse to train on weights that know less than nothing.
+
+    Args:
+        loss: of held-out text before the first step, nats a token. A code model on code has 1 to 3.
+        vocab_size: guessing all tokens alike costs ln(vocab_size).
+
+    Raises:
+        Mistakes: the loss of loaded weights is above that, or not finite: they are not the ones that were saved.
+    """
+    if not model.random_weights and not loss <= math.log(vocab_size):
+        what = f"held-out loss {loss:.2f} before the first step is above ln({vocab_size}) = {math.log(vocab_size):.2f}, that of guessing"
+        fix = "check that weights, config.json and tokenizer belong together; for random weights set model.random_weights"
+        raise Mistakes(Mistake("recipe", "model.name", what, fix))
 
 
 def named_trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

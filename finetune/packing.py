@@ -85,6 +85,23 @@ def prepare_rows(data: Data, tokenizer, seed: int) -> Prepared:
     return Prepared(train_rows, held_out_rows, report)
 
 
+def check_fits(data: Prepared, positions: int, vocab_size: int) -> None:
+    """Compare rows with the tables that they index, where a GPU would only report an assertion, and later.
+
+    Raises:
+        Mistakes: a row is longer than the table of positions, or a token id lies outside the embedding.
+    """
+    length, largest = data.train.tokens.shape[1], max(int(data.train.tokens.max()), int(data.held_out.tokens.max()))
+    mistakes = []
+    if length > positions:
+        mistakes.append(Mistake("recipe", "data.seq_len", f"{length} is more than the model's {positions} positions", "lower it"))
+    if largest >= vocab_size:
+        what = f"its tokenizer gives id {largest} and its embedding has {vocab_size} rows"
+        mistakes.append(Mistake("recipe", "model.name", what, "put the tokenizer beside the model that it belongs to"))
+    if mistakes:
+        raise Mistakes(*mistakes)
+
+
 def _tokenise(
     documents: list[Document], tokenizer, seed: int, rate: float, spm_share: float, fim_tokens: fim.FimTokens | None
 ) -> Iterator[list[int]]:

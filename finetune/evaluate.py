@@ -1,0 +1,46 @@
+"""What the model does on held-out text: its loss, and a completion to look at."""
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from finetune.loss import count_labels, sum_losses, to_batch
+from finetune.packing import Rows, pick
+from finetune.recipe import Recipe
+
+
+@torch.no_grad()
+def evaluate(accelerator: Accelerator, model: torch.nn.Module, rows: Rows, recipe: Recipe) -> float:
+    """Mean loss over the label tokens of at most `data.eval_rows` rows, nats, the same on every rank. All ranks call it.
+
+    Sums are added up, never means of means, and no logits are kept.
+    """
+    indices = np.arange(min(len(rows), recipe.data.eval_rows))
+    total = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+    model.eval()
+    for share in pick(rows, indices, accelerator.process_index, accelerator.num_processes, recipe.optim.micro_batch):
+        batch = to_batch(share, accelerator.device)
+        total += torch.stack([sum_losses(model, batch).double(), count_labels(batch["labels"]).double()])
+    model.train()
+    loss_sum, label_tokens = accelerator.reduce(total).tolist()
+    return loss_sum / label_tokens
+
+
+@torch.no_grad()
+def complete(accelerator: Accelerator, model: torch.nn.Module, tokenizer, recipe: Recipe) -> str:
+    """The most likely `run.sample_tokens` tokens after `run.sample`, as text. All ranks call it: under ZeRO-3 each holds a part."""
+    if not recipe.run.sample_tokens:
+        return ""
+    prompt = tokenizer(recipe.run.sample, return_tensors="pt").to(accelerator.device)
+    model.eval()
+    ids = accelerator.unwrap_model(model).generate(
+        input_ids=prompt["input_ids"],
+        attention_mask=prompt["attention_mask"],
+        max_new_tokens=recipe.run.sample_tokens,
+        do_sample=False,
+        use_cache=True,
+        synced_gpus=accelerator.num_processes > 1,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    model.train()
+    return tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)

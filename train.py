@@ -1,0 +1,186 @@
+"""Fine-tune a StarCoder model on the GPUs of one machine.
+
+accelerate launch --config_file 4xT4.yaml train.py [recipes/NAME.yaml] [section.key=value ...]
+
+Read it from top to bottom: `check` needs no torch and finds what is wrong with recipe, launch and machine; `train` is the run.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from finetune.launch import Launch, find_launch, parent_command_lines
+from finetune.machine import this_machine
+from finetune.mistakes import Mistake, Mistakes, exit_with
+from finetune.preflight import find_mistakes, find_notes, precision
+from finetune.quiet import silence
+from finetune.recipe import Recipe, load_recipe
+
+FLAGSHIP = "recipes/starcoder-lora.yaml"
+
+
+def check(arguments: list[str]) -> tuple[Recipe, Launch, str]:
+    """Recipe, launch and precision of this process, or everything that is wrong with them. Before torch, which takes seconds.
+
+    Raises:
+        Mistakes: of the recipe and its overrides, of the launch, and between the two and the machine.
+    """
+    path = arguments.pop(0) if arguments and "=" not in arguments[0] else FLAGSHIP
+    machine, mistakes, recipe, launch = this_machine(), [], None, None
+    try:
+        recipe = load_recipe(path, arguments)
+    except Mistakes as error:
+        mistakes += error.mistakes
+    try:
+        launch = find_launch(os.environ, parent_command_lines(), has_gpus=bool(machine.gpus))
+    except Mistakes as error:
+        mistakes += error.mistakes
+    if recipe and launch:
+        # The rehearsal of a large launch puts several ranks on one GPU on purpose.
+        rehearsal = os.environ.get("FINETUNE_REHEARSAL") == "1"
+        mistakes += find_mistakes(recipe, launch, machine, path, rehearsal)
+    if mistakes:
+        raise Mistakes(*mistakes)
+    return recipe, launch, precision(recipe, launch, machine)
+
+
+def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
+    """Train as the recipe says, on every process of the launch.
+
+    Returns:
+        What was measured, by name (losses in nats a token), the same on every rank.
+
+    Raises:
+        Mistakes: anything that the user can mend; other exceptions are faults of the code or the machine.
+    """
+    import torch  # here and below, so that a mistake in the recipe is answered at once
+    from accelerate.utils import set_seed
+    from tqdm import tqdm
+
+    from finetune import checkpoint, distributed, model, packing, telemetry
+    from finetune.evaluate import complete, evaluate
+    from finetune.loss import count_labels, sum_losses, to_batch
+    from finetune.schedule import learning_rate
+    from finetune.shape import read_shape
+
+    optim, run, out = recipe.optim, recipe.run, Path(recipe.run.out)
+
+    # Data. Every rank makes the same rows by itself, before there are processes that could wait for each other.
+    folder = model.fetch(recipe.model)
+    shape = read_shape(folder)
+    tokenizer = model.load_tokenizer(folder)
+    data = packing.prepare_rows(recipe.data, tokenizer, run.seed)
+    packing.check_fits(data, shape.positions, shape.vocab_size)
+
+    # Processes.
+    accelerator = distributed.start(recipe, launch, precision)
+    is_main, world = accelerator.is_main_process, accelerator.num_processes
+    distributed.check_same(accelerator, "rows of data.train", data.train.fingerprint() + data.held_out.fingerprint())
+    accelerator.print(f"{recipe.model.name}: {shape.parameters / 1e9:.3f} billion parameters, {recipe.method.kind}, {precision}")
+    accelerator.print(f"{launch.strategy}: {world} x {optim.micro_batch} x {optim.grad_accum} rows of {recipe.data.seq_len} tokens a step")
+    accelerator.print(", ".join(f"{value} {name.replace('_', ' ')}" for name, value in data.report.items()))
+    for note in find_notes(launch):
+        accelerator.print(f"note: {note}")
+
+    # Model. One seed on all ranks, so that ZeRO-3's shards of a random matrix belong together; afterwards one seed a rank.
+    set_seed(run.seed)
+    deepspeed = distributed.deepspeed_config(accelerator)
+    base = model.load_model(recipe.model, recipe.method, folder, precision, accelerator.device, deepspeed)
+    set_seed(run.seed)
+    network = model.prepare_for_training(base, recipe.method, recipe.memory)
+    set_seed(run.seed, device_specific=True)
+    trainable = sum(torch.Size(model.whole_shape(p)).numel() for p in model.named_trainable(network).values())
+    accelerator.print(f"{trainable:,} trainable parameters")
+
+    # Optimizer. Accelerate wraps both in DistributedDataParallel or in the DeepSpeed engine, which shards their state.
+    optimizer = torch.optim.AdamW(model.optimizer_groups(network, optim.weight_decay), lr=optim.lr, betas=(0.9, 0.95))
+    network, optimizer = accelerator.prepare(network, optimizer)
+    distributed.check_prepared(accelerator, network, recipe, launch)
+
+    # Before training: a loss and a completion to compare with.
+    metrics, guard = telemetry.Metrics(accelerator, recipe), telemetry.Guard(optim.stop_after_skips)
+    first_loss = last_loss = evaluate(accelerator, network, data.held_out, recipe)
+    model.check_first_loss(first_loss, shape.vocab_size, recipe.model)
+    before = complete(accelerator, network, tokenizer, recipe)
+    metrics.log(0, {"eval_loss": first_loss})
+    accelerator.print(f"held-out loss before training: {first_loss:.4f}")
+
+    # The loop. A global batch belongs to its step; ranks, micro batch and accumulation only divide it.
+    batch_rows, applied, tokens, started = optim.micro_batch * optim.grad_accum * world, 0, 0, time.monotonic()
+    progress = tqdm(range(1, optim.steps + 1), unit="step", disable=not is_main, dynamic_ncols=True)
+    for step in progress:
+        step_started, rate = time.monotonic(), learning_rate(optim, applied + 1)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        indices = packing.global_batch(len(data.train), batch_rows, step - 1, run.seed)
+        share = packing.pick(data.train, indices, accelerator.process_index, world, optim.micro_batch)
+        batches = [to_batch(rows, accelerator.device) for rows in share]
+        label_tokens = accelerator.reduce(sum(count_labels(batch["labels"]) for batch in batches)).item()
+        loss_sum = torch.zeros((), device=accelerator.device)
+        for batch in batches:
+            with accelerator.accumulate(network):
+                loss = sum_losses(network, batch)
+                # Accelerate divides by the accumulation and the ranks' gradients are averaged: undo both, so that the step
+                # is the mean over the label tokens of the whole batch however it was divided.
+                accelerator.backward(loss * (world * optim.grad_accum / label_tokens))
+                loss_sum += loss.detach()
+                if accelerator.sync_gradients:
+                    # DeepSpeed clips inside backward, as check_prepared has seen; there this line only reports.
+                    gradient_norm = float(accelerator.clip_grad_norm_(network.parameters(), optim.clip))
+                optimizer.step()
+                optimizer.zero_grad()
+        mean_loss = accelerator.reduce(loss_sum).item() / label_tokens
+        skipped = bool(accelerator.optimizer_step_was_skipped)
+        guard.observe(step, mean_loss, gradient_norm, skipped)
+        applied += not skipped
+        if step in (1, optim.steps):
+            distributed.check_step(accelerator, network, optimizer, recipe, step, rate)
+        if applied == 1 and not skipped:
+            # A save that fails should fail in the first minute, not in the ninth hour.
+            checkpoint.write_result(accelerator, network, tokenizer, recipe, precision, card="")
+        seconds, step_tokens = time.monotonic() - step_started, batch_rows * recipe.data.seq_len
+        tokens += step_tokens
+        values = {"loss": mean_loss, "lr": rate, "grad_norm": gradient_norm, "tokens_per_second": step_tokens / seconds}
+        values |= {"tokens": tokens, "skipped_steps": guard.skipped, **telemetry.memory_now(accelerator.device)}
+        if step % run.eval_every == 0 or step == optim.steps:
+            values["eval_loss"] = last_loss = evaluate(accelerator, network, data.held_out, recipe)
+        metrics.log(step, values)
+        progress.set_postfix(loss=f"{mean_loss:.4f}", lr=f"{rate:.1e}", eval=f"{last_loss:.4f}")
+    seconds = time.monotonic() - started
+
+    # The end: what was reached, what each rank did, and the result.
+    rows = telemetry.gather_ranks(accelerator, tokens // world, seconds)
+    after = complete(accelerator, network, tokenizer, recipe)
+    figures = {
+        "held_out_loss_before": first_loss,
+        "held_out_loss_after": last_loss,
+        "steps": applied,
+        "skipped_steps": guard.skipped,
+        "tokens": tokens,
+        "seconds": round(seconds, 1),
+    }
+    card = checkpoint.model_card(recipe, figures, data.report, telemetry.table(rows))
+    checkpoint.write_result(accelerator, network, tokenizer, recipe, precision, card)
+    if is_main:
+        checkpoint.publish_result(out)
+    metrics.close()
+    accelerator.print(f"\n{telemetry.table(rows)}")
+    if run.sample_tokens:
+        accelerator.print(f"\nbefore training: {run.sample}{before}\n\nafter training: {run.sample}{after}")
+    accelerator.print(f"\nheld-out loss {first_loss:.4f} -> {last_loss:.4f}; result in {out}")
+    return figures
+
+
+def main() -> None:
+    silence()
+    # A row length that needs new block sizes must not fail for memory that is reserved and unused. Read when torch starts CUDA.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    try:
+        train(*check(sys.argv[1:]))
+    except Mistakes as error:
+        exit_with(error)
+
+
+if __name__ == "__main__":
+    main()
