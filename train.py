@@ -135,7 +135,7 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
         guard.observe(step, mean_loss, gradient_norm, skipped)
         applied += not skipped
         if step in (1, optim.steps):
-            distributed.check_step(accelerator, network, optimizer, recipe, step, rate)
+            distributed.check_step(accelerator, network, optimizer, step, rate)
         if applied == 1 and not skipped:
             # A save that fails should fail in the first minute, not in the ninth hour.
             checkpoint.write_result(accelerator, network, tokenizer, recipe, precision, card="")

@@ -68,10 +68,10 @@ def prepare_rows(data: Data, tokenizer, seed: int) -> Prepared:
     held_out_ids = list(_tokenise(held_out, tokenizer, seed, 0.0, 0.0, None))
     train_rows, train_tail = pack(train_ids, data.seq_len)
     held_out_rows, _ = pack(held_out_ids, data.seq_len)
-    for name, rows, ids in (("train on", train_rows, train_ids), ("hold out", held_out_rows, held_out_ids)):
+    for key, rows, ids in (("data.train", train_rows, train_ids), ("data.eval_share", held_out_rows, held_out_ids)):
         if len(rows) == 0:
-            what = f"{sum(map(len, ids)):,} tokens to {name} are less than one row of data.seq_len ({data.seq_len:,})"
-            raise Mistakes(Mistake("recipe", "data.train", what, "add data, or lower data.seq_len"))
+            what = f"its {sum(map(len, ids)):,} tokens are less than one row of data.seq_len ({data.seq_len:,})"
+            raise Mistakes(Mistake("recipe", key, what, "add data, lower data.seq_len, or change data.eval_share"))
     report = {
         "documents": len(documents),
         "documents_left_out": dict(Counter(skipped)),

@@ -2,24 +2,33 @@
 
 import logging
 import os
+import re
 import warnings
 
 KNOWN_WARNINGS = (
     # torch 2.13 renames functions that deepspeed 0.19 still calls, once for each module it has.
     (FutureWarning, r".*`?torch\..*is deprecated.*"),
     (FutureWarning, r".*torch\.distributed\.reduce_op.*"),
+    # peft 0.21 still asks by transformers' old name whether activations are checkpointed.
+    (FutureWarning, r".*`is_gradient_checkpointing` is deprecated.*"),
     # Checkpointing asks each backward pass whether the forward ran under autocast; on a CPU it did not.
     (UserWarning, r".*None of the inputs have requires_grad=True.*"),
 )
+KNOWN_MESSAGES = {
+    # A CPU is what smoke runs ask for; where GPUs were meant, preflight has stopped already.
+    "DeepSpeed": r"Setting accelerator to CPU",
+    # A faster 4-bit product on some CPUs, from a package that would be downloaded at run time.
+    "bitsandbytes.backends.cpu.ops": r"Failed to load CPU gemm_4bit_forward",
+}
 
 
 def silence() -> None:
-    """Call before torch and deepspeed are imported, since deepspeed sets its logger up on import."""
-    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
-    os.environ.setdefault("DS_ACCELERATOR_LOG_LEVEL", "error")
+    """Call before torch and deepspeed are imported, since both speak on import."""
     # The tokenizer's own threads are used before any fork; the warning about it is for DataLoader workers, which there are none of.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    # Bars of loading and saving, one a rank, between the lines of the run.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for category, message in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category)
-    for name in ("deepspeed", "DeepSpeed", "torch.distributed.elastic.multiprocessing.redirects"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    for name, message in KNOWN_MESSAGES.items():
+        logging.getLogger(name).addFilter(lambda record, known=re.compile(message): not known.match(record.getMessage()))
