@@ -126,8 +126,7 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
                 accelerator.backward(loss * (world * optim.grad_accum / label_tokens))
                 loss_sum += loss.detach()
                 if accelerator.sync_gradients:
-                    # DeepSpeed clips inside backward, as check_prepared has seen; there this line only reports.
-                    gradient_norm = float(accelerator.clip_grad_norm_(network.parameters(), optim.clip))
+                    gradient_norm = distributed.clip_gradients(accelerator, network, optim.clip)
                 optimizer.step()
                 optimizer.zero_grad()
         mean_loss = accelerator.reduce(loss_sum).item() / label_tokens

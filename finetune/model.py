@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import torch
+from bitsandbytes.nn import Linear4bit
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -115,6 +116,11 @@ def load_model(
         )
     except (SafetensorError, OSError) as error:
         raise Mistakes(Mistake(str(folder), "", f"damaged weights ({error})", "download or copy them again")) from None
+    if method.kind == "qlora" and device.type == "cpu":
+        for module in loaded.modules():
+            if isinstance(module, Linear4bit):
+                # Else the first evaluation repacks the weights for a CPU kernel without a backward pass.
+                module.support_avx512bf16_for_cpu = False
     _compare_keys(folder, set(report["missing_keys"]), set(report["unexpected_keys"]), {key for key, *_ in report["mismatched_keys"]})
     return loaded
 
