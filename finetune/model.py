@@ -110,10 +110,11 @@ def load_model(
             bnb_4bit_compute_dtype=dtype,
             bnb_4bit_quant_storage=torch.uint8,
         )
+    weight_files(folder)  # an index that names absent files is told apart from damage
+    # Mismatched sizes are reported instead of raised, so that one comparison serves every kind of loading.
+    options |= {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        loaded, report = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, device_map={"": device}, use_safetensors=True, output_loading_info=True, **options
-        )
+        loaded, report = AutoModelForCausalLM.from_pretrained(folder, config=config, device_map={"": device}, **options)
     except (SafetensorError, OSError) as error:
         raise Mistakes(Mistake(str(folder), "", f"damaged weights ({error})", "download or copy them again")) from None
     if method.kind == "qlora" and device.type == "cpu":

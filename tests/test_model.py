@@ -1,0 +1,226 @@
+"""The model: attention and loss against transformers' own, documents that do not see each other, loading that compares everything."""
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPTBigCodeConfig, Starcoder2Config
+
+from finetune import attention
+from finetune.loss import count_labels, sum_losses, to_batch
+from finetune.mistakes import Mistakes
+from finetune.model import add_lora, check_first_loss, fetch, load_model, named_trainable, prepare_for_training
+from finetune.packing import pack
+from finetune.recipe import Memory, Method, Model
+
+CPU = torch.device("cpu")
+CONFIGS = {
+    "multi-query": GPTBigCodeConfig(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=100),
+    "multi-head": GPTBigCodeConfig(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=100, multi_query=False),
+    "grouped-query": Starcoder2Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, vocab_size=100
+    ),
+}
+
+
+def make(config, implementation: str = attention.NAME):
+    torch.manual_seed(0)
+    for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop"):
+        setattr(config, name, 0.0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+
+
+def save(folder: Path, config=CONFIGS["multi-query"], shard_size: str = "50GB") -> Path:
+    make(config).save_pretrained(folder, max_shard_size=shard_size)
+    return folder
+
+
+def load(folder: Path, kind: str = "lora"):
+    return load_model(Model(name=str(folder)), Method(kind=kind), folder, "fp32", CPU, None)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_attention_is_that_of_eager(config, padded):
+    ids = torch.arange(24).reshape(2, 12) % 100
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :5] = 0
+    eager, ours = (make(config, name)(ids, attention_mask=mask).logits[mask.bool()] for name in ("eager", attention.NAME))
+    torch.testing.assert_close(ours, eager, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_attention_never_asks_the_kernel_to_group_heads(config, monkeypatch):
+    asked = []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def watch(query, key, value, **options):
+        asked.append((query.shape[1] == key.shape[1] == value.shape[1], options.get("enable_gqa", False)))
+        return original(query, key, value, **options)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", watch)
+    make(config)(torch.arange(12)[None])
+    assert asked == [(True, False)] * 2
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_packed_documents_do_not_see_each_other(config):
+    model, documents = make(config), [[5, 6, 7, 0], [8, 9, 10, 11, 12, 0], [13, 14, 0]]
+    rows, _ = pack(documents, seq_len=13)
+    together = sum_losses(model, to_batch(rows, CPU))
+    apart = sum(sum_losses(model, to_batch(pack([document], len(document))[0], CPU)) for document in documents)
+    torch.testing.assert_close(together, apart, atol=1e-5, rtol=1e-6)
+    assert count_labels(to_batch(rows, CPU)["labels"]).item() == sum(map(len, documents)) - len(documents)
+
+
+def test_the_loss_is_transformers_own():
+    model, ids = make(CONFIGS["multi-query"]), torch.arange(10)[None]
+    batch = to_batch(pack([list(range(10))], 10)[0], CPU)
+    torch.testing.assert_close(sum_losses(model, batch) / count_labels(batch["labels"]), model(ids, labels=ids).loss)
+
+
+@pytest.mark.parametrize("kind", ["lora", "full", "qlora"])
+def test_what_is_trained_is_fp32_and_what_is_not_is_frozen(tmp_path, kind):
+    model = load(save(tmp_path), kind)
+    trainable = named_trainable(prepare_for_training(model, Method(kind=kind, rank=2), Memory()))
+    assert trainable and all(parameter.dtype == torch.float32 for parameter in trainable.values())
+    assert all("lora_" in name for name in trainable) == (kind != "full")
+    modules = {name.rpartition(".lora")[0].rpartition(".")[2] for name in trainable} if kind != "full" else {"c_attn", "c_fc", "c_proj"}
+    assert modules == {"c_attn", "c_fc", "c_proj"}
+
+
+def test_qlora_is_double_quantised_nf4_and_evaluation_does_not_break_training(tmp_path):
+    model = load(save(tmp_path), "qlora")
+    state = model.transformer.h[0].attn.c_attn.weight.quant_state
+    assert state.quant_type == "nf4" and state.nested
+    model = prepare_for_training(model, Method(kind="qlora", rank=2), Memory())
+    batch = to_batch(pack([list(range(10))], 10)[0], CPU)
+    with torch.no_grad():
+        before = sum_losses(model.eval(), batch)
+    loss = sum_losses(model.train(), batch)
+    loss.backward()
+    torch.testing.assert_close(loss, before)
+    assert all(parameter.grad is not None for parameter in named_trainable(model).values())
+
+
+def test_activations_are_checkpointed_only_as_asked(tmp_path):
+    model = load(save(tmp_path))
+    on = prepare_for_training(model, Method(rank=2), Memory())
+    assert on.training and on.is_gradient_checkpointing and not on.config.use_cache
+    assert not prepare_for_training(load(tmp_path), Method(rank=2), Memory(checkpoint_activations=False)).is_gradient_checkpointing
+
+
+def test_dropouts_of_the_base_are_off(tmp_path):
+    config = GPTBigCodeConfig(n_embd=32, n_layer=1, n_head=4, vocab_size=100, resid_pdrop=0.5)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    batch, model = to_batch(pack([list(range(10))], 10)[0], CPU), load(tmp_path).train()
+    assert sum_losses(model, batch) == sum_losses(model, batch)
+
+
+def test_a_lora_name_that_matches_nothing_is_a_mistake():
+    with pytest.raises(Mistakes, match="method.targets: q_attn matches no linear module; the model has c_attn, c_fc, c_proj"):
+        add_lora(make(CONFIGS["multi-query"]), Method(targets=["c_attn", "q_attn"]))
+
+
+def damage(folder: Path, change) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda tensors: tensors.pop("transformer.h.1.mlp.c_fc.weight"), "1 weights that the model needs are missing"),
+        (lambda tensors: tensors.update(extra=torch.zeros(1)), "1 weights are in the files that the model does not have, extra"),
+        (lambda tensors: tensors.update({"transformer.ln_f.bias": torch.zeros(5)}), "1 weights have another shape"),
+    ],
+)
+def test_weights_that_do_not_match_are_fatal(tmp_path, change, what):
+    damage(save(tmp_path), change)
+    with pytest.raises(Mistakes, match=what):
+        load(tmp_path)
+
+
+def test_damaged_and_absent_files_are_mistakes(tmp_path):
+    folder = save(tmp_path / "cut")
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(Mistakes, match="damaged"):
+        load(folder)
+    folder = save(tmp_path / "shards", shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+    with pytest.raises(Mistakes, match="is not there"):
+        load(folder)
+
+
+def test_pickled_weights_are_not_read(tmp_path):
+    folder = save(tmp_path)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(Mistakes, match="holds no safetensors"):
+        fetch(Model(name=str(folder)))
+
+
+def test_code_that_comes_with_a_model_is_not_run(tmp_path):
+    folder = save(tmp_path)
+    config = json.loads((folder / "config.json").read_text()) | {"auto_map": {"AutoModelForCausalLM": "trap.Trap"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "trap.py").write_text("raise SystemExit('this ran')")
+    assert type(load(folder)).__name__ == "GPTBigCodeForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("error", "key", "fix"),
+    [
+        ("GatedRepoError", "model.name", "accept the licence at https://huggingface.co/bigcode/starcoder.*HF_TOKEN"),
+        ("RepositoryNotFoundError", "model.name", "check the spelling.*HF_TOKEN.*folder"),
+        ("RevisionNotFoundError", "model.revision", "branch, tag or commit"),
+        ("LocalEntryNotFoundError", "model.name", "network.*local folder"),
+    ],
+)
+def test_a_model_that_cannot_be_downloaded_says_what_to_do(monkeypatch, error, key, fix):
+    from huggingface_hub import errors
+
+    from finetune import model
+
+    def fail(*_, **__):
+        kind = getattr(errors, error)
+        if error == "LocalEntryNotFoundError":
+            raise kind("offline")
+        raise kind("refused", response=mock.MagicMock())
+
+    monkeypatch.setattr(model, "snapshot_download", fail)
+    with pytest.raises(Mistakes, match=f"{key}: .*{fix}"):
+        fetch(Model())
+
+
+def test_weights_that_know_less_than_nothing_are_refused():
+    check_first_loss(8.0, 4096, Model(name="x"))
+    check_first_loss(9.0, 4096, Model(name="x", random_weights=True))
+    for loss in (8.4, float("nan")):
+        with pytest.raises(Mistakes, match="before the first step"):
+            check_first_loss(loss, 4096, Model(name="x"))
+
+
+def test_the_tiny_starcoder_is_one():
+    folder = Path("models/tiny-starcoder")
+    assert (folder / "model.safetensors").stat().st_size <= 8_000_000
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == "gpt_bigcode" and config["multi_query"]
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    names = """<|endoftext|> <fim_prefix> <fim_middle> <fim_suffix> <fim_pad> <filename> <gh_stars> <issue_start> <issue_comment>
+    <issue_closed> <jupyter_start> <jupyter_text> <jupyter_code> <jupyter_output> <empty_output> <commit_before> <commit_msg>
+    <commit_after> <reponame>""".split()
+    assert tokenizer.convert_tokens_to_ids(names) == list(range(19)) and tokenizer.convert_ids_to_tokens(range(19)) == names
+    assert tokenizer.encode("x = 1234", add_special_tokens=False)[-4:] == tokenizer.convert_tokens_to_ids(list("1234"))
+    for text in ("déjà vu\n\t", "def f(x):\n    return x  # 数字\n"):
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
