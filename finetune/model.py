@@ -185,9 +185,9 @@ def _fill_shards(model: PreTrainedModel, folder: Path) -> None:
         if tuple(tensor.get_shape()) != tuple(parameter.ds_shape):
             mismatched.add(name)
         elif parameter.ds_tensor.final_location is not None:  # on NVMe: only DeepSpeed's own way reaches it
-            from deepspeed.zero import GatheredParameters
+            import deepspeed
 
-            with GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
                 if torch.distributed.get_rank() == 0:
                     parameter.copy_(tensor[:])
         else:
