@@ -12,7 +12,7 @@ from pathlib import Path
 
 from finetune.launch import Launch, find_launch, parent_command_lines
 from finetune.machine import this_machine
-from finetune.mistakes import Mistake, Mistakes, exit_with
+from finetune.mistakes import Mistakes, exit_with
 from finetune.preflight import find_mistakes, find_notes, precision
 from finetune.quiet import silence
 from finetune.recipe import Recipe, load_recipe

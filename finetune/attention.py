@@ -41,9 +41,7 @@ def expanded_attention(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1
-    out = scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, is_causal=is_causal
-    )
+    out = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, is_causal=is_causal)
     return out.transpose(1, 2).contiguous(), None
 
 

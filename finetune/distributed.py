@@ -146,7 +146,9 @@ def check_step(accelerator: Accelerator, model: torch.nn.Module, optimizer, step
     mistakes, inner = [], getattr(model, "basic_optimizer", None) or optimizer.optimizer
     rates = {group["lr"] for group in inner.param_groups}
     if rates != {rate}:
-        mistakes.append(Mistake(f"step {step}", "optim.lr", f"the optimizer used {sorted(rates)}, not {rate}", "report this: the run is wrong"))
+        mistakes.append(
+            Mistake(f"step {step}", "optim.lr", f"the optimizer used {sorted(rates)}, not {rate}", "report this: the run is wrong")
+        )
     if accelerator.distributed_type == DistributedType.DEEPSPEED and model.global_steps != step:
         what = f"DeepSpeed counts {model.global_steps} optimizer steps, not {step}"
         mistakes.append(Mistake(f"step {step}", "optim.grad_accum", what, "report this: the run is wrong"))

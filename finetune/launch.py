@@ -70,9 +70,7 @@ FP16_KEYS = frozenset(
     loss_scale_window min_loss_scale
     """.split()
 )
-BF16_KEYS = frozenset(
-    "bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow enabled immediate_grad_update".split()
-)
+BF16_KEYS = frozenset("bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow enabled immediate_grad_update".split())
 # These DeepSpeed keys are only about sharding and communication. What else DeepSpeed knows is the recipe's, or is not used.
 DEEPSPEED_KEYS = frozenset(
     """
@@ -318,7 +316,9 @@ def _examine_deepspeed_config(
         return ({"zero_optimization": {"stage": nested["zero_stage"]}} if isinstance(nested.get("zero_stage"), int) else None), ""
     found = folder / path
     if not found.is_file():
-        mistakes.append(Mistake(where, home, f"{path} does not exist, looked for from {folder.resolve()}", _find_folder(where, path, folder)))
+        mistakes.append(
+            Mistake(where, home, f"{path} does not exist, looked for from {folder.resolve()}", _find_folder(where, path, folder))
+        )
         return None, path
     deepspeed, found_mistakes = examine_deepspeed(found, path)
     mistakes += found_mistakes
@@ -467,7 +467,9 @@ def find_launch(environ: Mapping[str, str], command_lines: list[ParentCommand], 
             break
     if uses_deepspeed:
         what = "true in the environment, and no accelerate launch file stands behind it"
-        raise Mistakes(Mistake("environment", "ACCELERATE_USE_DEEPSPEED", what, "unset it, or use accelerate launch --config_file 4xT4.yaml"))
+        raise Mistakes(
+            Mistake("environment", "ACCELERATE_USE_DEEPSPEED", what, "unset it, or use accelerate launch --config_file 4xT4.yaml")
+        )
     distributed = "RANK" in environ or world_size > 1
     kind = ("MULTI_GPU" if has_gpus else "MULTI_CPU") if distributed else "NO"
     # torchrun's LOCAL_WORLD_SIZE tells how many of the processes are on this machine.
@@ -519,7 +521,9 @@ def _read_accelerate(options: list[str], folder: str) -> Launch:
         raise Mistakes(Mistake("accelerate launch", "--config_file", what, fix))
     launch, mistakes = examine_launch(path, folder)
     for flag in overrides:
-        mistakes.append(Mistake("accelerate launch", flag, f"would outvote {path}", f"remove the flag and edit {path} or the file it names"))
+        mistakes.append(
+            Mistake("accelerate launch", flag, f"would outvote {path}", f"remove the flag and edit {path} or the file it names")
+        )
     if mistakes:
         raise Mistakes(*mistakes)
     return launch

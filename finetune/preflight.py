@@ -124,8 +124,7 @@ def _check_gpus(launch: Launch, machine: Machine, where: str) -> list[Mistake]:
 
 
 WHY_SHARDED = (
-    "DataParallel and DDP put a whole copy of the model on every GPU, so neither helps a model that is larger than one; "
-    "ZeRO-3 shards it"
+    "DataParallel and DDP put a whole copy of the model on every GPU, so neither helps a model that is larger than one; ZeRO-3 shards it"
 )
 
 
@@ -153,7 +152,9 @@ def _check_offload(launch: Launch, machine: Machine) -> list[Mistake]:
             what = "nvme needs libaio's header, which was not found (NVMe offload has not been measured here)"
             mistakes.append(Mistake(file, key, what, "apt-get install libaio-dev, or use accelerate_configs/4xT4-zero3-offload.yaml"))
         if not machine.has_compiler and not launch.builds_cpu_adam:
-            mistakes.append(Mistake(file, key, "DeepSpeed's asynchronous I/O is compiled at its first use, and no compiler was found", install))
+            mistakes.append(
+                Mistake(file, key, "DeepSpeed's asynchronous I/O is compiled at its first use, and no compiler was found", install)
+            )
     return mistakes
 
 

@@ -52,7 +52,9 @@ def test_every_recipe_goes_with_the_launch_files_that_it_names(recipe, launch, t
 
 
 def test_every_launch_file_is_named_by_a_recipe():
-    named = {launch.resolve().name for recipe, launch in pairs() if launch.name in header(recipe) or launch.resolve().name in header(recipe)}
+    named = {
+        launch.resolve().name for recipe, launch in pairs() if launch.name in header(recipe) or launch.resolve().name in header(recipe)
+    }
     # NVMe offload is not measured, so no recipe recommends it.
     assert named == {path.name for path in LAUNCH_FILES} - {"4xT4-zero3-nvme.yaml"}
 
