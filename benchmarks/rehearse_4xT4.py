@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 T4_BYTES = int(14.62 * 2**30)
+LIMIT_SECONDS = 500
 RESULT_ENV = "REHEARSAL_RESULT"
 SHORT = "optim.steps=2 optim.warmup_steps=1 optim.grad_accum=1 data.eval_rows=4 run.sample_tokens=0 run.trackers=[] model.precision=fp16"
 CASES = {  # name: (recipe, launch file)
@@ -34,11 +35,10 @@ CASES = {  # name: (recipe, launch file)
 
 def be_a_t4() -> None:
     """Must come before CUDA is first used in this process."""
-    # NCCL refuses two ranks on one GPU unless each claims a host of its own; then it talks through sockets.
-    os.environ |= {"NCCL_HOSTID": f"rank{os.environ.get('RANK', '0')}", "NCCL_SOCKET_IFNAME": "lo", "LOCAL_RANK": "0"}
-    os.environ |= dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"), "1") | dict.fromkeys(
-        ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"), "0"
-    )
+    if "RANK" in os.environ:
+        # NCCL refuses two ranks on one GPU unless each claims a host of its own; then it talks through sockets.
+        os.environ |= {"NCCL_HOSTID": f"rank{os.environ['RANK']}", "NCCL_SOCKET_IFNAME": "lo", "LOCAL_RANK": "0"}
+        os.environ |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     import torch
 
     torch.cuda.set_per_process_memory_fraction(T4_BYTES / torch.cuda.get_device_properties(0).total_memory)
@@ -136,7 +136,8 @@ def main(out: Path, names: list[str]) -> None:
         overrides = [f"model.name={made[model_name]}", f"run.out={work / name.replace(' ', '-')}", *SHORT.split()]
         environ = os.environ | {"FINETUNE_REHEARSAL": "1", RESULT_ENV: str(work / "result.json")}
         started = time.monotonic()
-        done = subprocess.run([*command, *overrides], cwd=ROOT, env=environ, capture_output=True, text=True)
+        limited = ["timeout", "--kill-after=10", str(LIMIT_SECONDS), *command, *overrides]
+        done = subprocess.run(limited, cwd=ROOT, env=environ, capture_output=True, text=True)
         result = {
             "command": " ".join(["python", *command[1:], *SHORT.split()]),
             "exit_code": done.returncode,

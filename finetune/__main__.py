@@ -37,9 +37,8 @@ def check(arguments: argparse.Namespace) -> None:
         raise Mistakes(*mistakes)
 
     rows = recipe.optim.micro_batch * recipe.optim.grad_accum * launch.processes
-    sharding = f"ZeRO-{launch.zero_stage}" if launch.zero_stage else "DDP" if launch.processes > 1 else "not sharded"
     print(f"{arguments.recipe} with {arguments.launch}: no mistakes")
-    print(f"  processes  {launch.processes} on {launch.machines} machine{'s' if launch.machines > 1 else ''}, {sharding}")
+    print(f"  processes  {launch.processes} on {launch.machines} machine{'s' if launch.machines > 1 else ''}, {launch.strategy}")
     print(f"  method     {recipe.method.kind}, {precision(recipe, launch, machine)}")
     print(
         f"  step       {recipe.optim.micro_batch} x {recipe.optim.grad_accum} x {launch.processes} = {rows} rows, "
@@ -49,7 +48,8 @@ def check(arguments: argparse.Namespace) -> None:
         print(f"  note       {note}")
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; each sets `run`, which takes the parsed arguments."""
     parser = argparse.ArgumentParser(prog="python -m finetune", description="Everything but training, which is train.py.")
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -59,13 +59,23 @@ def main() -> None:
     command.add_argument("--launch", required=True, metavar="FILE", help="the accelerate YAML")
     command.add_argument("--machine", help="another machine than this one, as in 4xT4 or 4xT4,host=120,compiler=no")
     command.set_defaults(run=check)
+    return parser
 
-    arguments, rest = parser.parse_known_args()
+
+def parse_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
+    """Parse a command line (`sys.argv`'s where it is None); ends the process with code 2 where it is not understood."""
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(command_line)
     # argparse fills a list of positionals once: overrides that stand behind an option are left over.
     if any(argument.startswith("-") or "=" not in argument for argument in rest):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    arguments.overrides += rest
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
     try:
-        arguments.overrides += rest
         arguments.run(arguments)
     except Mistakes as error:
         exit_with(error)

@@ -6,8 +6,8 @@ reading, before a process is started and before torch is imported.
 
 import difflib
 import json
-import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,20 +15,25 @@ from typing import Any, NamedTuple
 from finetune.mistakes import Mistake, Mistakes
 from finetune.recipe import read_mapping
 
-SUPPORTED_TYPES = ("DEEPSPEED", "MULTI_GPU", "MULTI_CPU", "NO")
+COMMAND = "accelerate launch --config_file 4xT4.yaml train.py"
+# MULTI_CPU is not among them: Accelerate starts one process for it on one machine, whatever num_processes says.
+SUPPORTED_TYPES = ("DEEPSPEED", "MULTI_GPU", "NO")
 
 # What Accelerate's ClusterConfig and its conversion of old files accept at the top of the YAML.
 LAUNCH_KEYS = frozenset(
     """
-    commands command_file compute_environment debug deepspeed_config distributed_type downcast_bf16 dynamo_backend dynamo_config
-    enable_cpu_affinity fp16 fp8_config fsdp_config gpu_ids machine_rank main_process_ip main_process_port main_training_function
-    megatron_lm_config mixed_precision mpirun_config num_machines num_processes parallelism_config rdzv_backend same_network tpu_env
-    tpu_name tpu_use_cluster tpu_use_sudo tpu_vm use_cpu
+    command_file commands compute_environment debug deepspeed_config distributed_type downcast_bf16 dynamo_backend dynamo_config
+    enable_cpu_affinity fp16 fp8_config fsdp_config gpu_ids machine_rank main_process_ip main_process_port
+    main_training_function megatron_lm_config mixed_precision mpirun_config num_machines num_processes parallelism_config
+    rdzv_backend same_network tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_vm tpu_zone use_cpu
     """.split()
 )
-PRECISION_LAUNCH_KEYS = ("mixed_precision", "fp16", "fp8_config")
-UNSUPPORTED_LAUNCH_KEYS = (
-    "fsdp_config megatron_lm_config mpirun_config parallelism_config dynamo_config tpu_name tpu_vm commands command_file".split()
+PRECISION_LAUNCH_KEYS = frozenset("fp16 fp8_config mixed_precision".split())
+UNSUPPORTED_LAUNCH_KEYS = frozenset(
+    """
+    command_file commands dynamo_backend dynamo_config fsdp_config megatron_lm_config mpirun_config parallelism_config tpu_name
+    tpu_vm
+    """.split()
 )
 # Of Accelerate's nested keys two are left to this file; each of the others says what the DeepSpeed JSON or the recipe says.
 NESTED_KEYS = ("deepspeed_config_file", "deepspeed_multinode_launcher")
@@ -44,61 +49,56 @@ NESTED_KEYS_WITH_ANOTHER_HOME = {
     "gradient_clipping": "optim.clip in the recipe",
 }
 
-# DeepSpeed's own names, so that reading a file needs neither DeepSpeed nor torch. A test compares them with its models.
-ZERO_KEYS = frozenset(
-    """
-    allgather_bucket_size allgather_partitions allgather_sequential compute_grad_norm contiguous_gradients cpu_offload
-    cpu_offload_param cpu_offload_use_pin_memory elastic_checkpoint enable_sanity_checks gather_16bit_weights_on_model_save
-    ignore_unused_parameters leaf_module legacy_stage1 load_from_fp32_weights log_trace_cache_warnings max_live_parameters
-    max_reuse_distance memory_efficient_linear model_persistence_threshold module_granularity_threshold offload_optimizer
-    offload_param overlap_comm override_module_apply param_persistence_threshold parameter_alignment pipeline_loading_checkpoint
-    prefetch_bucket_size reduce_bucket_size reduce_scatter round_robin_gradients save_muon_momentum_buffer_in_memory stage
-    stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
-    stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold stage3_module_granularity_threshold
-    stage3_param_persistence_threshold stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params sub_group_size
-    use_all_reduce_for_fetch_params use_multi_rank_bucket_allreduce zenflow zero_hpz_partition_size zero_quantized_gradients
-    zero_quantized_nontrainable_weights zero_quantized_weights
-    """.split()
-)
-OFFLOAD_PARAM_KEYS = frozenset("buffer_count buffer_size device max_in_cpu nvme_path pin_memory".split())
-OFFLOAD_OPTIMIZER_KEYS = frozenset(
-    "buffer_count cpuadam_cores_perc device fast_init nvme_path pin_memory pipeline_read pipeline_write ratio super_offload".split()
-)
-FP16_KEYS = frozenset(
-    """
-    auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads hysteresis initial_scale_power loss_scale
-    loss_scale_window min_loss_scale
-    """.split()
-)
-BF16_KEYS = frozenset("bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow enabled immediate_grad_update".split())
-# These DeepSpeed keys are only about sharding and communication. What else DeepSpeed knows is the recipe's, or is not used.
-DEEPSPEED_KEYS = frozenset(
-    """
-    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping zero_optimization fp16 bf16
-    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer communication_data_type prescale_gradients gradient_predivide_factor
-    steps_per_print wall_clock_breakdown memory_breakdown dump_state aio comms_logger flops_profiler checkpoint data_types
-    """.split()
-)
+# What may stand in a DeepSpeed JSON: a section's dotted name and its keys. They are DeepSpeed's own, without those that it calls
+# deprecated, so that reading a file needs neither DeepSpeed nor torch; a test compares them. At the top stand only those about
+# sharding and communication: what else DeepSpeed knows is the recipe's, or is not used.
 SECTIONS = {
-    "zero_optimization": ZERO_KEYS,
-    "zero_optimization.offload_param": OFFLOAD_PARAM_KEYS,
-    "zero_optimization.offload_optimizer": OFFLOAD_OPTIMIZER_KEYS,
-    "fp16": FP16_KEYS,
-    "bf16": BF16_KEYS,
+    "": frozenset(
+        """
+        aio bf16 communication_data_type fp16 gradient_accumulation_steps gradient_clipping steps_per_print train_batch_size
+        train_micro_batch_size_per_gpu wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+        zero_optimization
+        """.split()
+    ),
+    "zero_optimization": frozenset(
+        """
+        allgather_bucket_size allgather_partitions compute_grad_norm contiguous_gradients elastic_checkpoint
+        enable_sanity_checks ignore_unused_parameters leaf_module legacy_stage1 load_from_fp32_weights log_trace_cache_warnings
+        memory_efficient_linear offload_optimizer offload_param overlap_comm override_module_apply parameter_alignment
+        pipeline_loading_checkpoint reduce_bucket_size reduce_scatter round_robin_gradients save_muon_momentum_buffer_in_memory
+        stage stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save stage3_max_live_parameters
+        stage3_max_reuse_distance stage3_model_persistence_threshold stage3_module_granularity_threshold
+        stage3_param_persistence_threshold stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params sub_group_size
+        use_multi_rank_bucket_allreduce zenflow zero_hpz_partition_size zero_quantized_gradients
+        zero_quantized_nontrainable_weights zero_quantized_weights
+        """.split()
+    ),
+    "zero_optimization.offload_param": frozenset("buffer_count buffer_size device max_in_cpu nvme_path pin_memory".split()),
+    "zero_optimization.offload_optimizer": frozenset(
+        """
+        buffer_count cpuadam_cores_perc device fast_init nvme_path pin_memory pipeline_read pipeline_write ratio super_offload
+        """.split()
+    ),
+    "fp16": frozenset(
+        """
+        auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads hysteresis initial_scale_power loss_scale
+        loss_scale_window min_loss_scale
+        """.split()
+    ),
+    "bf16": frozenset("bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow enabled immediate_grad_update".split()),
+    "aio": frozenset("block_size intra_op_parallelism overlap_events queue_depth single_submit use_gds".split()),
 }
 # Absent is not auto: Accelerate then takes 1 for the accumulation, and DeepSpeed no clipping at all.
 AUTO_KEYS = {
-    "train_batch_size": "optim.micro_batch x optim.grad_accum x processes",
-    "train_micro_batch_size_per_gpu": "optim.micro_batch",
-    "gradient_accumulation_steps": "optim.grad_accum",
-    "gradient_clipping": "optim.clip",
+    "train_batch_size": "its home is the recipe (optim.micro_batch x optim.grad_accum x processes)",
+    "train_micro_batch_size_per_gpu": "its home is the recipe (optim.micro_batch)",
+    "gradient_accumulation_steps": "its home is the recipe (optim.grad_accum)",
+    "gradient_clipping": "its home is the recipe (optim.clip)",
 }
-# Accelerate resolves "auto" in these and leaves it as a text everywhere else.
+PRECISION_AUTO_KEYS = dict.fromkeys(("fp16.enabled", "bf16.enabled"), "precision follows the GPU")
+# Accelerate resolves "auto" in these as well, and leaves it as a text everywhere else.
 RESOLVED_AUTO_KEYS = frozenset(
     [
-        *AUTO_KEYS,
-        "fp16.enabled",
-        "bf16.enabled",
         "zero_optimization.reduce_bucket_size",
         "zero_optimization.stage3_prefetch_bucket_size",
         "zero_optimization.stage3_param_persistence_threshold",
@@ -106,16 +106,25 @@ RESOLVED_AUTO_KEYS = frozenset(
     ]
 )
 TEXT_KEYS = frozenset(["device", "nvme_path", "communication_data_type"])
+SECOND_OWNERS = {"optimizer": "AdamW with the recipe's optim section", "scheduler": "the schedule of the recipe's optim section"}
 
 # Flags of `accelerate launch` that outvote the file. --num_processes is compared by its effect instead.
 OVERRIDING_FLAGS = frozenset(
     """
-    --cpu --multi_gpu --tpu --use_deepspeed --use_fsdp --use_megatron_lm --use_parallelism_config --mixed_precision --gpu_ids
-    --num_machines --deepspeed_config_file --deepspeed_multinode_launcher --zero_stage --offload_optimizer_device
-    --offload_param_device --offload_optimizer_nvme_path --offload_param_nvme_path --gradient_accumulation_steps
-    --gradient_clipping --zero3_init_flag --zero3_save_16bit_model --dynamo_backend --mpirun_hostfile
+    --cpu --deepspeed_config_file --deepspeed_multinode_launcher --dynamo_backend --gpu_ids --gradient_accumulation_steps
+    --gradient_clipping --mixed_precision --mpirun_hostfile --multi_gpu --num_machines --offload_optimizer_device
+    --offload_optimizer_nvme_path --offload_param_device --offload_param_nvme_path --tpu --use_deepspeed --use_fsdp
+    --use_megatron_lm --use_parallelism_config --zero3_init_flag --zero3_save_16bit_model --zero_stage
     """.split()
 )
+# How these programs show in a process's arguments: installed script, module or file.
+ACCELERATE = re.compile(r"(.*/)?accelerate([./]commands[./]accelerate_cli(\.py)?)?")
+ACCELERATE_LAUNCH = re.compile(r"(.*/)?(accelerate-launch|accelerate[./]commands[./]launch(\.py)?)")
+TORCHRUN = re.compile(r"(.*/)?(torchrun|torch[./]distributed[./](run|launch)(\.py)?)")
+# A program's name comes after the interpreter and its options; further on, the same word is somebody's argument.
+PROGRAM_ARGUMENTS = 6
+
+Refuse = Callable[[str, str, str], None]  # key, what, fix of a mistake in a file that is known already
 
 
 @dataclass(frozen=True)
@@ -165,7 +174,7 @@ class Launch:
     @property
     def builds_cpu_adam(self) -> bool:
         """Whether Accelerate exchanges AdamW for DeepSpeedCPUAdam, a C++ extension that is compiled at its first use."""
-        return self.offloads_optimizer and (self.deepspeed or {}).get("zero_force_ds_cpu_optimizer", True) is not False
+        return self.offloads_optimizer and self.deepspeed.get("zero_force_ds_cpu_optimizer", True) is not False
 
     def _zero(self) -> dict[str, Any]:
         section = (self.deepspeed or {}).get("zero_optimization")
@@ -215,44 +224,40 @@ def read_launch(path: Path | str, folder: Path | str = ".") -> Launch:
 
 def examine_launch(path: Path | str, folder: Path | str = ".") -> tuple[Launch | None, list[Mistake]]:
     """Like `read_launch`, for a caller who has more to say: the launch as far as it can be understood, and its mistakes."""
-    where = str(path)
+    where, folder = str(path), Path(folder)
     try:
-        content = read_mapping(Path(folder) / path)
+        content = read_mapping(folder / path)
     except Mistakes as error:
         return None, error.mistakes
-    mistakes = _find_unknown_keys(content, where)
+    mistakes: list[Mistake] = []
 
     def refuse(key: str, what: str, fix: str) -> None:
         mistakes.append(Mistake(where, key, what, fix))
 
-    for key in PRECISION_LAUNCH_KEYS:
-        if content.get(key):
-            refuse(key, f"precision ({content[key]}) is not a launch file's business", "remove it: precision follows the GPU's compute "
-                   "capability; model.precision in the recipe overrides it")  # fmt: skip
-    for key in UNSUPPORTED_LAUNCH_KEYS:
-        if content.get(key):
+    for key, value in content.items():
+        if key not in LAUNCH_KEYS:
+            refuse(str(key), "no such key", _nearest(key, LAUNCH_KEYS))
+        elif key in PRECISION_LAUNCH_KEYS and value:
+            fix = "remove it: precision follows the GPU's compute capability; model.precision in the recipe overrides it"
+            refuse(key, f"precision ({value}) is not a launch file's business", fix)
+        elif key in UNSUPPORTED_LAUNCH_KEYS and value and value != "NO":
             refuse(key, "not supported", "remove it: this repository shards with DeepSpeed alone")
 
     kind = content.get("distributed_type")
     if kind not in SUPPORTED_TYPES:
-        if kind is False:
-            refuse("distributed_type", "YAML reads NO without quotes as false", "write 'NO' in quotes")
-        elif kind is None:
-            refuse("distributed_type", "missing", "write DEEPSPEED, MULTI_GPU or 'NO'")
-        else:
-            refuse("distributed_type", f"{kind!r} is not supported", "write DEEPSPEED, MULTI_GPU or 'NO'")
+        what = "missing" if kind is None else "YAML reads NO as false" if kind is False else f"{kind!r} is not supported"
+        refuse("distributed_type", what, "write DEEPSPEED, MULTI_GPU or 'NO', which needs the quotes")
         kind = "DEEPSPEED" if content.get("deepspeed_config") else "NO"
-
     machines = _read_count(content, "num_machines", 1, refuse)
     processes = _read_count(content, "num_processes", 1 if kind == "NO" else None, refuse)
-    if kind in ("NO", "MULTI_CPU") and processes > 1:
-        refuse("distributed_type", f"{kind!r} starts one process, whatever num_processes ({processes}) says",
-               "write DEEPSPEED (sharded) or MULTI_GPU (a whole copy of the model on each GPU)")  # fmt: skip
+    if kind == "NO" and processes > 1:
+        fix = "write DEEPSPEED (sharded) or MULTI_GPU (a whole copy of the model on each GPU)"
+        refuse("distributed_type", f"'NO' starts one process, whatever num_processes ({processes}) says", fix)
     if kind == "MULTI_GPU" and processes == 1:
         refuse("num_processes", "MULTI_GPU with one process", "write the number of GPUs, or distributed_type: 'NO' for one")
     if processes % machines:
-        refuse("num_processes", f"{processes} processes do not divide over {machines} machines",
-               "num_processes counts the processes of all machines together")  # fmt: skip
+        what = f"{processes} processes do not divide over {machines} machines"
+        refuse("num_processes", what, "num_processes counts the processes of all machines together")
 
     gpu_ids = content.get("gpu_ids")
     if gpu_ids is not None and not isinstance(gpu_ids, str):
@@ -262,26 +267,28 @@ def examine_launch(path: Path | str, folder: Path | str = ".") -> tuple[Launch |
     cpu = bool(content.get("use_cpu")) or gpu_ids == "-1"
     if cpu and gpu_ids != "-1":
         refuse("use_cpu", "does not hide this machine's GPUs from the processes", 'add gpu_ids: "-1"')
+    if cpu and kind == "MULTI_GPU":
+        refuse("distributed_type", "MULTI_GPU without a GPU", "write DEEPSPEED, as in accelerate_configs/smoke.yaml")
 
     deepspeed, deepspeed_path = None, ""
     nested = content.get("deepspeed_config")
     if kind == "DEEPSPEED":
-        deepspeed, deepspeed_path = _examine_deepspeed_config(nested, where, Path(folder), machines, mistakes)
+        deepspeed_path, found = _examine_nested(nested if isinstance(nested, dict) else {}, where, folder, machines, refuse)
+        if found is not None:
+            deepspeed, more = examine_deepspeed(found, deepspeed_path)
+            mistakes += more
     elif nested:
-        refuse("deepspeed_config", f"is never read with distributed_type {kind!r}", "write distributed_type: DEEPSPEED, or remove it")
+        fix = "write distributed_type: DEEPSPEED, or remove it"
+        refuse("deepspeed_config", f"is never read with distributed_type {kind!r}", fix)
     return Launch(where, processes, machines, kind, cpu, gpu_ids, deepspeed, deepspeed_path), mistakes
 
 
-def _find_unknown_keys(content: dict[str, Any], where: str) -> list[Mistake]:
-    return [Mistake(where, str(key), "no such key", _nearest(key, LAUNCH_KEYS)) for key in content if key not in LAUNCH_KEYS]
-
-
-def _nearest(key: Any, candidates: frozenset[str] | tuple[str, ...]) -> str:
+def _nearest(key: Any, candidates: Collection[str]) -> str:
     near = difflib.get_close_matches(str(key), sorted(candidates), n=1)
     return f"did you mean {near[0]}?" if near else "remove it"
 
 
-def _read_count(content: dict[str, Any], key: str, default: int | None, refuse) -> int:
+def _read_count(content: dict[str, Any], key: str, default: int | None, refuse: Refuse) -> int:
     count = content.get(key, default)
     if isinstance(count, int) and not isinstance(count, bool) and count >= 1:
         return count
@@ -289,40 +296,35 @@ def _read_count(content: dict[str, Any], key: str, default: int | None, refuse) 
     return 1
 
 
-def _examine_deepspeed_config(
-    nested: Any, where: str, folder: Path, machines: int, mistakes: list[Mistake]
-) -> tuple[dict[str, Any] | None, str]:
+def _examine_nested(nested: dict[str, Any], where: str, folder: Path, machines: int, refuse: Refuse) -> tuple[str, Path | None]:
+    """Examine the launch file's `deepspeed_config`.
+
+    Returns:
+        The DeepSpeed JSON's path as it is written there, and where it was found; None where it was not.
+    """
     home = "deepspeed_config.deepspeed_config_file"
-    if not isinstance(nested, dict):
-        mistakes.append(Mistake(where, home, "missing", "name a DeepSpeed JSON, as in ds_configs/zero3.json"))
-        return None, ""
-    known = (*NESTED_KEYS, *NESTED_KEYS_WITH_ANOTHER_HOME)
+    path = nested.get("deepspeed_config_file")
     for key in nested:
         if key in NESTED_KEYS_WITH_ANOTHER_HOME:
-            also = " beside a DeepSpeed file, which is a second source" if "deepspeed_config_file" in nested else ""
-            fix = f"remove it: its home is {NESTED_KEYS_WITH_ANOTHER_HOME[key]}"
-            mistakes.append(Mistake(where, f"deepspeed_config.{key}", f"given inline{also}", fix))
+            what = "given inline beside a DeepSpeed file, which is a second source" if path else "given inline"
+            refuse(f"deepspeed_config.{key}", what, f"remove it: its home is {NESTED_KEYS_WITH_ANOTHER_HOME[key]}")
         elif key not in NESTED_KEYS:
-            what = "no such key; Accelerate would ignore it and train un-sharded"
-            mistakes.append(Mistake(where, f"deepspeed_config.{key}", what, _nearest(key, known)))
+            near = difflib.get_close_matches(str(key), [*NESTED_KEYS, *NESTED_KEYS_WITH_ANOTHER_HOME], n=1)
+            fix = f"did you mean {near[0]}?" if near else "remove it"
+            if near and near[0] not in NESTED_KEYS:
+                fix = f"remove it; if {near[0]} is meant, its home is {NESTED_KEYS_WITH_ANOTHER_HOME[near[0]]}"
+            refuse(f"deepspeed_config.{key}", "no such key; Accelerate would ignore it and train with ZeRO-2", fix)
     if machines > 1 and nested.get("deepspeed_multinode_launcher") != "standard":
         what = f"{machines} machines, and DeepSpeed's own launcher would be asked to reach them"
-        mistakes.append(Mistake(where, "deepspeed_config.deepspeed_multinode_launcher", what, "write standard"))
-
-    path = nested.get("deepspeed_config_file")
+        refuse("deepspeed_config.deepspeed_multinode_launcher", what, "write standard")
     if not isinstance(path, str) or not path:
-        mistakes.append(Mistake(where, home, "missing", "name a DeepSpeed JSON, as in ds_configs/zero3.json"))
-        # Enough for a reader of the launch to go on with, though it will not be run.
-        return ({"zero_optimization": {"stage": nested["zero_stage"]}} if isinstance(nested.get("zero_stage"), int) else None), ""
-    found = folder / path
-    if not found.is_file():
-        mistakes.append(
-            Mistake(where, home, f"{path} does not exist, looked for from {folder.resolve()}", _find_folder(where, path, folder))
-        )
-        return None, path
-    deepspeed, found_mistakes = examine_deepspeed(found, path)
-    mistakes += found_mistakes
-    return deepspeed, path
+        refuse(home, "missing", "name a DeepSpeed JSON, as in ds_configs/zero3.json")
+        return "", None
+    if not (folder / path).is_file():
+        what = f"{path} does not exist, looked for from {folder.resolve()}"
+        refuse(home, what, _find_folder(where, path, folder))
+        return path, None
+    return path, folder / path
 
 
 def _find_folder(where: str, path: str, folder: Path) -> str:
@@ -345,11 +347,15 @@ def examine_deepspeed(found: Path, where: str) -> tuple[dict[str, Any] | None, l
     Returns:
         Its content (None where it is no JSON mapping) and all its mistakes.
     """
-    duplicates: list[str] = []
+    mistakes: list[Mistake] = []
+
+    def refuse(key: str, what: str, fix: str) -> None:
+        mistakes.append(Mistake(where, key, what, fix))
 
     def keep_last(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
-        duplicates.extend(sorted({key for key in keys if keys.count(key) > 1}))
+        for key in sorted({key for key in keys if keys.count(key) > 1}):
+            refuse(key, "given twice", "keep one")
         return dict(pairs)
 
     try:
@@ -362,83 +368,61 @@ def examine_deepspeed(found: Path, where: str) -> tuple[dict[str, Any] | None, l
     if not isinstance(content, dict):
         return None, [Mistake(where, "", f"a {type(content).__name__} at the top", "write a mapping in braces")]
 
-    mistakes = [Mistake(where, key, "given twice", "keep one") for key in duplicates]
-    for key, owner in (("optimizer", "AdamW with the recipe's optim section"), ("scheduler", "the recipe's optim.schedule")):
-        if key in content:
-            mistakes.append(Mistake(where, key, "a second owner of it", f"remove it: train.py makes {owner}"))
-    for key in content:
-        if key not in DEEPSPEED_KEYS and key not in ("optimizer", "scheduler"):
-            mistakes.append(Mistake(where, key, "no such key here", _nearest(key, DEEPSPEED_KEYS)))
-    for key, owner in AUTO_KEYS.items():
+    for key, home in AUTO_KEYS.items():
         if key not in content:
-            what = "absent, which is not the same as auto"
-            mistakes.append(Mistake(where, key, what, f'write "{key}": "auto"; its home is the recipe ({owner})'))
-        elif content[key] != "auto":
-            mistakes.append(Mistake(where, key, f"{content[key]!r}", f'write "auto"; its home is the recipe ({owner})'))
+            refuse(key, "absent, which is not the same as auto", f'write "{key}": "auto"; {home}')
     for key in ("fp16", "bf16"):
-        section = content.get(key, {})
-        if not isinstance(section, dict):
-            mistakes.append(Mistake(where, key, f"{section!r} is not a section", 'write {"enabled": "auto"}'))
-        elif key in content and section.get("enabled", False) != "auto":
-            what = f"{section.get('enabled', 'absent')!r}"
-            mistakes.append(Mistake(where, f"{key}.enabled", what, 'write "auto": precision follows the GPU'))
-    for name, known in SECTIONS.items():
-        mistakes += _check_section(content, name, known, where)
-    mistakes += _check_values(content, "", where)
-    return content, mistakes + _check_stage(content, where)
+        if isinstance(content.get(key), dict) and "enabled" not in content[key]:
+            refuse(f"{key}.enabled", "absent, which means false", 'write "enabled": "auto"; precision follows the GPU')
+    _check_section(content, "", refuse)
+    _check_stage(content.get("zero_optimization", {}), refuse)
+    return content, mistakes
 
 
-def _check_section(content: dict[str, Any], name: str, known: frozenset[str], where: str) -> list[Mistake]:
-    section: Any = content
-    for part in name.split("."):
-        section = section.get(part) if isinstance(section, dict) else None
-    if section is None:
-        return []
-    if not isinstance(section, dict):
-        return [] if name in ("fp16", "bf16") else [Mistake(where, name, f"{section!r} is not a section", "write a mapping in braces")]
-    return [Mistake(where, f"{name}.{key}", "no such key", _nearest(key, known)) for key in section if key not in known]
-
-
-def _check_values(section: dict[str, Any], prefix: str, where: str) -> list[Mistake]:
-    """Numbers and switches as such: "8" and 8 look alike in an error message and are not equal to DeepSpeed."""
-    mistakes = []
+def _check_section(section: dict[str, Any], prefix: str, refuse: Refuse) -> None:
+    """Names, and numbers and switches as such: "8" and 8 look alike in an error message and are not equal to DeepSpeed."""
+    known = SECTIONS.get(prefix.rstrip("."))
     for key, value in section.items():
-        name = f"{prefix}{key}"
-        if name in AUTO_KEYS or name in ("fp16.enabled", "bf16.enabled", "optimizer", "scheduler"):
-            continue
-        if isinstance(value, dict):
-            mistakes += _check_values(value, f"{name}.", where)
+        name = prefix + key
+        if name in SECOND_OWNERS:
+            refuse(name, "a second owner of it", f"remove it: train.py makes {SECOND_OWNERS[name]}")
+        elif known is not None and key not in known:
+            refuse(name, "no such key here", _nearest(key, known))
+        elif home := AUTO_KEYS.get(name) or PRECISION_AUTO_KEYS.get(name):
+            if value != "auto":
+                refuse(name, repr(value), f'write "auto"; {home}')
+        elif name == "zero_optimization.stage":
+            continue  # compared with its values by _check_stage
+        elif isinstance(value, dict):
+            _check_section(value, f"{name}.", refuse)
+        elif name in SECTIONS:
+            refuse(name, f"{value!r} is not a section", "write a mapping in braces, or remove it")
         elif value == "auto" and name not in RESOLVED_AUTO_KEYS:
-            mistakes.append(Mistake(where, name, '"auto" is not resolved here', "write a value"))
-        elif isinstance(value, str) and value != "auto" and key not in TEXT_KEYS and prefix in ("", "zero_optimization.", "fp16.", "bf16."):
-            mistakes.append(Mistake(where, name, f"the text {value!r}", "write a number, true or false without quotes"))
+            refuse(name, '"auto" is not resolved here', "write a value")
         elif key == "device" and value not in ("none", "cpu", "nvme"):
-            mistakes.append(Mistake(where, name, f"{value!r} is no device to offload to", "write none, cpu or nvme"))
-    return mistakes
+            refuse(name, f"{value!r} is no device to offload to", "write none, cpu or nvme")
+        elif isinstance(value, str) and value != "auto" and key not in TEXT_KEYS:
+            refuse(name, f"the text {value!r}", "write a number, true or false without quotes")
 
 
-def _check_stage(content: dict[str, Any], where: str) -> list[Mistake]:
-    zero = content.get("zero_optimization")
-    if zero is None:
-        return [Mistake(where, "zero_optimization", "missing", 'write {"stage": 3}')]
+def _check_stage(zero: Any, refuse: Refuse) -> None:
     if not isinstance(zero, dict):
-        return []
+        return  # no section, which has been said
     stage = zero.get("stage")
     if isinstance(stage, bool) or stage not in (1, 2, 3):
         what = "missing" if stage is None else f"{stage!r} is not a ZeRO stage"
-        return [Mistake(where, "zero_optimization.stage", what, "write 2 (gradients and optimizer sharded) or 3 (weights too)")]
-    mistakes = []
+        refuse("zero_optimization.stage", what, "write 2 (gradients and optimizer sharded) or 3 (weights too)")
+        return
     for section in ("offload_param", "offload_optimizer"):
         offload = zero.get(section)
         if not isinstance(offload, dict):
             continue
         if section == "offload_param" and stage != 3 and offload.get("device", "none") != "none":
             what = f"parameters can be offloaded with stage 3 alone, and this is stage {stage}"
-            mistakes.append(Mistake(where, f"zero_optimization.{section}.device", what, "write none, or stage 3"))
+            refuse(f"zero_optimization.{section}.device", what, "write none, or stage 3")
         if offload.get("device") == "nvme" and not offload.get("nvme_path"):
-            what, fix = "missing, and the device is nvme", "write the folder of the fast disk"
-            mistakes.append(Mistake(where, f"zero_optimization.{section}.nvme_path", what, fix))
-    return mistakes
+            what = "missing, and the device is nvme"
+            refuse(f"zero_optimization.{section}.nvme_path", what, "write the folder of the fast disk")
 
 
 def find_launch(environ: Mapping[str, str], command_lines: list[ParentCommand], has_gpus: bool = True) -> Launch:
@@ -461,15 +445,13 @@ def find_launch(environ: Mapping[str, str], command_lines: list[ParentCommand], 
             _compare_with_environment(launch, environ, world_size, uses_deepspeed)
             return launch
         if "deepspeed.launcher.launch" in command.arguments:
-            fix = "use accelerate launch --config_file 4xT4.yaml train.py"
-            raise Mistakes(Mistake("launch", "", "started by DeepSpeed's own launcher, which reads no launch file", fix))
-        if _is_torchrun(command.arguments):
+            what = "started by DeepSpeed's own launcher, which reads no launch file"
+            raise Mistakes(Mistake("launch", "", what, f"use {COMMAND}"))
+        if any(TORCHRUN.fullmatch(argument) for argument in command.arguments[:PROGRAM_ARGUMENTS]):
             break
     if uses_deepspeed:
         what = "true in the environment, and no accelerate launch file stands behind it"
-        raise Mistakes(
-            Mistake("environment", "ACCELERATE_USE_DEEPSPEED", what, "unset it, or use accelerate launch --config_file 4xT4.yaml")
-        )
+        raise Mistakes(Mistake("environment", "ACCELERATE_USE_DEEPSPEED", what, f"unset it, or use {COMMAND}"))
     distributed = "RANK" in environ or world_size > 1
     kind = ("MULTI_GPU" if has_gpus else "MULTI_CPU") if distributed else "NO"
     # torchrun's LOCAL_WORLD_SIZE tells how many of the processes are on this machine.
@@ -479,51 +461,36 @@ def find_launch(environ: Mapping[str, str], command_lines: list[ParentCommand], 
 
 def _accelerate_options(arguments: list[str]) -> list[str] | None:
     """What follows `accelerate launch` up to the script; None where this is another program."""
-    names = [os.path.basename(argument) for argument in arguments]
-    for index, name in enumerate(names[:4]):
-        module = index > 0 and arguments[index - 1] == "-m"
-        after = arguments[index + 1 :]
-        if name in ("accelerate", "accelerate_cli.py") or (module and name in ("accelerate", "accelerate.commands.accelerate_cli")):
-            if after[:1] != ["launch"]:
-                return None
-            after = after[1:]
-        elif not (name in ("accelerate-launch", "launch.py") and (name != "launch.py" or "accelerate" in arguments[index])) and not (
-            module and name == "accelerate.commands.launch"
-        ):
+    for index, argument in enumerate(arguments[:PROGRAM_ARGUMENTS]):
+        if ACCELERATE_LAUNCH.fullmatch(argument):
+            options = arguments[index + 1 :]
+        elif ACCELERATE.fullmatch(argument) and arguments[index + 1 : index + 2] == ["launch"]:
+            options = arguments[index + 2 :]
+        else:
             continue
-        script = next((place for place, argument in enumerate(after) if argument.endswith(".py")), len(after))
-        return after[:script]
+        script = next((place for place, option in enumerate(options) if option.endswith(".py")), len(options))
+        return options[:script]
     return None
 
 
-def _is_torchrun(arguments: list[str]) -> bool:
-    names = [os.path.basename(argument) for argument in arguments[:4]]
-    return bool({"torchrun", "torch.distributed.run", "torch.distributed.launch"}.intersection(names)) or any(
-        argument.endswith("torch/distributed/run.py") for argument in arguments[:4]
-    )
-
-
 def _read_accelerate(options: list[str], folder: str) -> Launch:
-    path, overrides = None, []
+    path, overrides = "", []
     for index, option in enumerate(options):
-        if not option.startswith("--"):
-            continue
         flag, equals, value = option.partition("=")
-        # Accelerate takes --config-file too, and argparse any beginning that is unique.
-        flag = flag.replace("-", "_").replace("__", "--", 1)
-        if flag.startswith("--conf") and "--config_file".startswith(flag):
-            path = value if equals else (options[index + 1] if index + 1 < len(options) else None)
+        if not flag.startswith("--"):
+            continue
+        flag = "--" + flag[2:].replace("-", "_")  # Accelerate takes both spellings
+        if flag == "--config_file":
+            path = value if equals else "".join(options[index + 1 : index + 2])
         elif flag in OVERRIDING_FLAGS:
             overrides.append(flag)
     if not path:
-        fix = "name one: accelerate launch --config_file 4xT4.yaml train.py"
         what = "missing; a default file in the home directory, or else the number of GPUs, would silently decide"
-        raise Mistakes(Mistake("accelerate launch", "--config_file", what, fix))
+        raise Mistakes(Mistake("accelerate launch", "--config_file", what, f"name one: {COMMAND}"))
     launch, mistakes = examine_launch(path, folder)
     for flag in overrides:
-        mistakes.append(
-            Mistake("accelerate launch", flag, f"would outvote {path}", f"remove the flag and edit {path} or the file it names")
-        )
+        fix = f"remove the flag and edit {path} or the file it names"
+        mistakes.append(Mistake("accelerate launch", flag, f"would outvote {path}", fix))
     if mistakes:
         raise Mistakes(*mistakes)
     return launch
@@ -536,10 +503,12 @@ def _compare_with_environment(launch: Launch, environ: Mapping[str, str], world_
         mistakes.append(Mistake(launch.path, "num_processes", what, "edit the file instead of giving --num_processes"))
     wants_deepspeed = launch.distributed_type == "DEEPSPEED"
     if wants_deepspeed != uses_deepspeed:
-        what = f"{launch.distributed_type} in the file, and ACCELERATE_USE_DEEPSPEED is {str(uses_deepspeed).lower()} in the environment"
+        what = f"{launch.distributed_type} in the file, and ACCELERATE_USE_DEEPSPEED is {str(uses_deepspeed).lower()}"
         mistakes.append(Mistake(launch.path, "distributed_type", what, "unset it and start with accelerate launch --config_file"))
-    if wants_deepspeed and environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes"):
-        what = "set in the environment: Accelerate would run plain MULTI_CPU and never touch DeepSpeed"
+    # Accelerate sets it itself where the file means one process, on a CPU or not.
+    uses_cpu = environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes", "on", "y", "t")
+    if uses_cpu and (wants_deepspeed or not launch.cpu):
+        what = "set in the environment: Accelerate would run plain processes on the CPU and never touch DeepSpeed or a GPU"
         mistakes.append(Mistake("environment", "ACCELERATE_USE_CPU", what, "unset it; a CPU launch file hides the GPUs instead"))
     if mistakes:
         raise Mistakes(*mistakes)

@@ -1,4 +1,4 @@
-"""The machine: its visible GPUs, the host memory that is left, and what can be compiled on it. Asked without torch, or described."""
+"""The machine: its visible GPUs, the host memory that is left, what can be compiled on it. Asked without torch, or described."""
 
 import glob
 import importlib.util
@@ -53,7 +53,7 @@ DESCRIBED_HOST_GIB_PER_GPU = 48
 
 def this_machine() -> Machine:
     """Look at the machine that this process runs on. Never fails: what cannot be seen is not there."""
-    return Machine(_visible_gpus(os.environ), _host_bytes(), _has_compiler(), _has_libaio())
+    return Machine(_visible_gpus(os.environ), available_host_bytes(), _has_compiler(), _has_libaio())
 
 
 def _visible_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
@@ -78,7 +78,9 @@ def parse_nvidia_smi(answer: str) -> list[tuple[str, Gpu]]:
         if capability is None or not fields[1].isdigit():
             continue
         name, total_bytes = fields[3], int(fields[1]) * 1024**2
-        known = next((gpu for gpu in KNOWN_GPUS.values() if re.search(rf"\b{gpu.name.split()[1]}\b", name)), None)
+        # A card's name says T4, the table t4; the table's number after a hyphen is its memory.
+        words = re.split(r"[\s-]", name.lower())
+        known = next((gpu for key, gpu in KNOWN_GPUS.items() if key.partition("-")[0] in words), None)
         # 12 %: a card of the same name with another memory (A100 80 GB) is not the one that is known.
         if known is not None and known.total_bytes < total_bytes < 1.12 * known.total_bytes:
             total_bytes = known.total_bytes
@@ -113,54 +115,46 @@ def select_visible(gpus: list[tuple[str, Gpu]], visible: str | None) -> tuple[Gp
     return tuple(selected)
 
 
-def _host_bytes() -> int:
-    """Memory in bytes that can still be taken: the kernel's MemAvailable, or less where a control group (container) limits it."""
-    available = 0
-    try:
-        match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        available = int(match[1]) * 1024 if match else 0
-        groups = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return available
-    for line in groups:
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """Memory in bytes that can still be taken: the kernel's MemAvailable, or less where a control group (container) limits it.
+
+    Args:
+        root: where `proc` and `sys` are.
+    """
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+    available = int(match[1]) * 1024 if match else 0
+    for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, limit_name, used_name = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
+            top, limit_name, used_name = root / "sys/fs/cgroup", "memory.max", "memory.current"
         elif "memory" in controllers.split(","):
-            root, limit_name, used_name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"
+            top, limit_name, used_name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
-        group = root / path.lstrip("/")
+        group = top / path.lstrip("/")
         for folder in (group, *group.parents):
-            limit, used = _read_number(folder / limit_name), _read_number(folder / used_name)
-            if limit is not None:
+            limit, used = _read(folder / limit_name).strip(), _read(folder / used_name).strip()
+            if limit.isdigit():  # and not "max"
                 # Cached files count as used and are given up under pressure.
-                available = min(available, max(0, limit - (used or 0) + _cached_bytes(folder)))
-            if folder == root:
+                cached = re.search(r"^(?:total_)?inactive_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
+                free = int(limit) - int(used or 0) + (int(cached[1]) if cached else 0)
+                available = min(available, max(0, free))
+            if folder == top:
                 break
     return available
 
 
-def _read_number(path: Path) -> int | None:
+def _read(path: Path) -> str:
     try:
-        text = path.read_text().strip()
+        return path.read_text()
     except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _cached_bytes(folder: Path) -> int:
-    try:
-        match = re.search(r"^(?:total_)?inactive_file (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(match[1]) if match else 0
+        return ""
 
 
 def _has_compiler() -> bool:
     """What torch's extension builder, which DeepSpeed's CPU Adam and asynchronous I/O go through, needs: C++ and ninja."""
-    has_ninja = shutil.which("ninja") is not None or importlib.util.find_spec("ninja") is not None
-    return has_ninja and any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "c++", "g++"))
+    has_ninja = shutil.which("ninja") or importlib.util.find_spec("ninja")
+    return bool(has_ninja) and any(shutil.which(name) for name in (os.environ.get("CXX", ""), "c++", "g++"))
 
 
 def _has_libaio() -> bool:
@@ -190,7 +184,8 @@ def describe_machine(description: str) -> Machine:
         gpus = (KNOWN_GPUS[name],) * count
     else:
         known = ", ".join(KNOWN_GPUS)
-        mistakes.append(Mistake("command line", "--machine", f"{head!r} is not known", f"write a number, x and one of {known}, or cpu"))
+        fix = f"write a number, x and one of {known}, or cpu"
+        mistakes.append(Mistake("command line", "--machine", f"{head!r} is not known", fix))
         gpus = ()
     given = {"host": str(DESCRIBED_HOST_GIB_PER_GPU * max(1, len(gpus))), "compiler": "yes", "libaio": "no"}
     for option in options:

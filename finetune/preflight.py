@@ -99,7 +99,7 @@ def _check_gpus(launch: Launch, machine: Machine, where: str) -> list[Mistake]:
     if launch.cpu:
         return []
     if not machine.gpus:
-        if launch.path and launch.distributed_type != "MULTI_CPU":
+        if launch.path:
             what = "a launch for GPUs, and this machine shows none (nvidia-smi, CUDA_VISIBLE_DEVICES)"
             fix = "check that nvidia-smi lists them; on a CPU use accelerate_configs/smoke.yaml"
             return [Mistake(file, "num_processes", what, fix)]
@@ -133,14 +133,20 @@ def _count(number: int, noun: str) -> str:
 
 
 def _command(launch: Launch, gpus: int, where: str) -> str:
-    if gpus == 4 or not launch.path:
-        edit = "" if gpus == 4 else f" with num_processes: {gpus} in it"
-        return f"accelerate launch --config_file {FLAGSHIP} train.py {where}{edit}"
-    return f"set num_processes: {gpus * launch.machines} and accelerate launch --config_file {launch.path} train.py {where}"
+    """The command that uses so many GPUs of each machine: the launch file as it is but for their number, where it can be kept."""
+    processes = gpus * launch.machines
+    if processes == 4 or not launch.path or launch.distributed_type == "NO":
+        return _sharded_command(processes, where)
+    return f"set num_processes: {processes} and accelerate launch --config_file {launch.path} train.py {where}"
+
+
+def _sharded_command(processes: int, where: str) -> str:
+    edit = "" if processes == 4 else f" with num_processes: {processes} in it"
+    return f"accelerate launch --config_file {FLAGSHIP} train.py {where}{edit}"
 
 
 def _check_offload(launch: Launch, machine: Machine) -> list[Mistake]:
-    file, mistakes = launch.deepspeed_path or launch.path, []
+    file, mistakes = launch.deepspeed_path, []
     install = "install a C++ compiler and ninja (apt-get install build-essential; pip install ninja)"
     if launch.builds_cpu_adam and not machine.has_compiler:
         what = "DeepSpeedCPUAdam is compiled at its first use, after the weights are loaded, and no compiler was found"
@@ -264,33 +270,54 @@ def _check_memory(recipe: Recipe, launch: Launch, machine: Machine, shape: Shape
         return []
     smallest = min(gpus, key=lambda gpu: gpu.total_bytes)
     total = f"{smallest.total_bytes / GIB:.1f} GiB of a {smallest.name}"
-    kind, stage = recipe.method.kind, launch.zero_stage
+    kind, stage, file = recipe.method.kind, launch.zero_stage, launch.path or "no launch file"
     weight_bytes = NF4_BYTES_PER_PARAMETER if kind == "qlora" else BYTES_PER_PARAMETER[precision(recipe, launch, machine)]
     weights = weight_bytes * shape.parameters
-    strategy = {0: "DDP" if launch.processes > 1 else "one process"}.get(stage, f"ZeRO-{stage}")
     if stage < 3 and weights > smallest.total_bytes:
         what = (
-            f"{billions} x {weight_bytes:g} bytes = {weights / GIB:.1f} GiB of weights, whole on every GPU with {strategy} "
-            f"({launch.path or 'no launch file'}), exceed the {total}"
+            f"{billions} x {weight_bytes:g} bytes = {weights / GIB:.1f} GiB of weights, whole on every GPU with {launch.strategy} "
+            f"({file}), exceed the {total}"
         )
-        if kind == "qlora":
-            fix = "use a smaller model"
-        else:
-            fix = f"shard them: {_command(launch, 4, where)}; or method.kind: qlora"
+        fix = f"shard them: {_sharded_command(max(4, launch.processes), where)}; or method.kind: qlora"
+        return [Mistake(where, "model.name", what, "use a smaller model" if kind == "qlora" else fix)]
+    if stage == 3 and not launch.offloads_parameters and weights / launch.processes > smallest.total_bytes:
+        what = (
+            f"{billions} x {weight_bytes:g} / {launch.processes} bytes = {weights / launch.processes / GIB:.1f} GiB of weights a GPU "
+            f"with {launch.strategy} ({file}), exceed the {total}"
+        )
+        fix = "use more GPUs, accelerate_configs/4xT4-zero3-offload.yaml, or method.kind: qlora with accelerate_configs/1xGPU.yaml"
         return [Mistake(where, "model.name", what, fix)]
     if kind == "full" and not launch.offloads_optimizer and not launch.offloads_parameters:
         replicated = FULL_REPLICATED_BYTES[stage]
         sharded = FULL_BYTES_PER_PARAMETER - replicated
         needed = shape.parameters * (replicated + sharded / launch.processes)
         if needed > smallest.total_bytes:
-            each = f"({replicated} + {sharded} / {launch.processes})" if replicated else f"{FULL_BYTES_PER_PARAMETER} / {launch.processes}"
+            whole = f"{replicated} + " if replicated else ""
             what = (
-                f"full: {billions} x {each} bytes = {needed / GIB:.1f} GiB a GPU with {strategy}, before any activation, "
-                f"exceed the {total}; no batch or row length can change that"
+                f"full: {billions} x ({whole}{sharded} / {launch.processes}) bytes = {needed / GIB:.1f} GiB a GPU with {launch.strategy}, "
+                f"before any activation, exceed the {total}; no batch or row length can change that"
             )
-            fix = "use method.kind: lora, a smaller model, or accelerate_configs/4xT4-zero3-offload.yaml"
+            host = f"{FULL_BYTES_PER_PARAMETER * shape.parameters / GIB:.0f} GiB of host memory"
+            fix = f"use method.kind: lora, a smaller model, or accelerate_configs/4xT4-zero3-offload.yaml with {host}"
             return [Mistake(where, "method.kind", what, fix)]
-    return []
+    return _check_host_memory(recipe, launch, machine, weight_bytes, shape, where)
+
+
+def _check_host_memory(recipe: Recipe, launch: Launch, machine: Machine, weight_bytes: float, shape: Shape, where: str) -> list[Mistake]:
+    """What is offloaded has to fit in host memory, a part on each machine. LoRA's optimizer is too small to count."""
+    if launch.uses_nvme:
+        return []
+    weights = weight_bytes if launch.offloads_parameters else 0
+    state = FULL_BYTES_PER_PARAMETER - BYTES_PER_PARAMETER["fp16"] if recipe.method.kind == "full" and launch.offloads_optimizer else 0
+    needed = (weights + state) * shape.parameters / launch.machines
+    if needed <= machine.host_bytes:
+        return []
+    what = (
+        f"{shape.parameters / 1e9:.1f} billion parameters x {weights + state:g} bytes = {needed * launch.machines / GIB:.1f} GiB are kept "
+        f"in host memory with {launch.path}, and {machine.host_bytes / GIB:.1f} GiB are free on each machine ({launch.machines})"
+    )
+    fix = "use a machine with more memory, " + ("method.kind: lora, or a smaller model" if state else "or a smaller model")
+    return [Mistake(where, "method.kind" if state else "model.name", what, fix)]
 
 
 def _check_run(recipe: Recipe, where: str, environ: Mapping[str, str]) -> list[Mistake]:

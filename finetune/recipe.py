@@ -18,7 +18,7 @@ from finetune.mistakes import Mistake, Mistakes
 class Section(BaseModel):
     """Strict: an unknown key or a value of another type is a mistake, never a guess."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 Positive = Annotated[int, Field(gt=0)]
@@ -158,7 +158,10 @@ def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Recipe:
         if section is None:
             section = mapping[parts[0]] = {}
         if isinstance(section, dict):
-            section[parts[1]] = _load_yaml(value, f"command line: {key}")
+            try:
+                section[parts[1]] = _load_yaml(value, f"command line: {key}")
+            except Mistakes as error:
+                mistakes += error.mistakes
             from_command_line.add(key)
     # `data:` with nothing below it is an empty section, as it reads.
     mapping = {key: {} if value is None else value for key, value in mapping.items()}
@@ -167,7 +170,7 @@ def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Recipe:
     except ValidationError as error:
         for entry in error.errors():
             key = ".".join(str(part) for part in entry["loc"])
-            where = "command line" if key in from_command_line else str(path)
+            where = "command line" if ".".join(str(part) for part in entry["loc"][:2]) in from_command_line else str(path)
             mistakes.append(_explain(where, key, entry))
         raise Mistakes(*mistakes) from None
     if recipe.optim.warmup_steps >= recipe.optim.steps:
@@ -207,7 +210,7 @@ def all_keys() -> list[str]:
 
 def _explain(where: str, key: str, entry: dict[str, Any]) -> Mistake:
     kind, context, given = entry["type"], entry.get("ctx", {}), entry.get("input")
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", "invalid_key"):
         return Mistake(where, key, "no such key", _nearest(key))
     if kind == "model_type":
         return Mistake(where, key, f"a section is expected, not {given!r}", f"write `{key}:` with `key: value` lines below it")

@@ -72,8 +72,14 @@ def test_numbers_without_a_point_are_numbers(tmp_path):
         ("optim: 3", "optim: a section is expected"),
         ("- a\n- b", "a list at the top"),
         ("optim: {lr: .nan}", "optim.lr"),
+        ("optim: {lr: .inf}", "optim.lr: inf"),
+        ("1: 2", "1: no such key"),
+        ("null: 2", "None: no such key"),
+        ("optim: {3: 4}", "optim.3: no such key"),
         ("run: {trackers: [tensorbord]}", "did you mean tensorboard?"),
         ("method: {r: 8}", "method.r: no such key"),
+        ("method: {zzz: 8}", "method.zzz: no such key: method has kind, rank, alpha, dropout, targets"),
+        ("zzz: {lr: 1.0}", "zzz: no such key: the sections are model, method, data"),
         ("training: {learning_rate: 1.0}", "training: no such key"),
     ],
 )
@@ -107,10 +113,12 @@ def test_overrides_win_and_are_typed():
         ("optim.steps=many", "command line: optim.steps: 'many'"),
         ("optim.steps=[", "command line: optim.steps: not valid YAML"),
         ("optim.lr=", "command line: optim.lr: None"),
+        ("method.targets=[c_attn, 3]", "command line: method.targets.1: 3"),
     ],
 )
 def test_bad_overrides_are_explained(override, expected):
-    assert any(expected in mistake for mistake in mistakes_of("recipes/smoke.yaml", [override]))
+    found = mistakes_of("recipes/smoke.yaml", [override, "optim.clip=-1"])
+    assert any(expected in mistake for mistake in found) and "optim.clip" in "".join(found), "all are said at once"
 
 
 sections = {
