@@ -69,7 +69,7 @@ class Memory(Section):
 
 class Run(Section):
     out: str = Field("runs/starcoder-lora", min_length=1, description="folder of the results; never one that holds a finished run")
-    seed: NotNegative = Field(0, description="of the adapter's first weights, the order of rows and fill-in-the-middle")
+    seed: int = Field(0, ge=0, lt=2**32, description="of the adapter's first weights, the order of rows and fill-in-the-middle")
     eval_every: Positive = Field(100, description="steps between evaluations; there is one before and one after training too")
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
         ["tensorboard"], description="where metrics go beside metrics.jsonl"

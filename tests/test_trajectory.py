@@ -11,7 +11,7 @@ import pytest
 
 from tests.launches import ROOT, command_for, read_metrics, run
 
-STEPS, BATCH_ROWS = 22, 8
+STEPS, BATCH_ROWS = 20, 8
 LOSS_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-4
 LAUNCHES = [("plain", 1), ("zero2", 1), ("zero3", 1), ("ddp", 2), ("zero2", 2), ("zero3", 2), ("ddp", 4), ("zero2", 4), ("zero3", 4)]
 FAULTS = ["loss scaled by the world size", "clipping off", "one rank unsynchronised"]
@@ -56,7 +56,7 @@ def cases_of(strategy: str, processes: int, data, folder) -> dict[str, dict]:
     }
     if strategy in ("plain", "zero2") and processes <= 2:
         cases["qlora"] = case(data, folder / "qlora", "qlora", half, processes)
-    faults = {("ddp", 2): FAULTS, ("zero3", 2): FAULTS[:2]}.get((strategy, processes), [])
+    faults = {("ddp", 2): FAULTS, ("zero2", 2): FAULTS[:2]}.get((strategy, processes), [])
     return cases | {fault: case(data, folder / fault, "lora", whole, processes, fault=fault) for fault in faults}
 
 
@@ -92,7 +92,8 @@ def test_the_reference_learns_and_is_clipped(reference):
 def test_every_division_of_the_batch_is_one_trajectory(strategy, processes, data, reference, tmp_path):
     results = run_cases(strategy, processes, cases_of(strategy, processes, data, tmp_path), tmp_path)
     for name, metrics in results.items():
-        loss, norm = differences(metrics, reference[name if name in reference else "lora"])
+        expected = reference[name if name in reference else "lora"]
+        loss, norm = differences(metrics, expected)
         same = loss <= LOSS_TOLERANCE and norm <= NORM_TOLERANCE
         assert same == (name not in FAULTS), f"{name}: losses differ by {loss:.2e}, gradient norms by {norm:.2e}"
-        assert [line["lr"] for line in steps(metrics)] == [line["lr"] for line in steps(reference["lora" if name != "full" else "full"])]
+        assert [line["lr"] for line in steps(metrics)] == [line["lr"] for line in steps(expected)]
