@@ -59,7 +59,7 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
     from tqdm import tqdm
 
     from finetune import checkpoint, distributed, model, packing, telemetry
-    from finetune.evaluate import complete, evaluate
+    from finetune.evaluate import check_sample, complete, evaluate
     from finetune.loss import count_labels, sum_losses, to_batch
     from finetune.schedule import learning_rate
     from finetune.shape import read_shape
@@ -72,6 +72,7 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
     tokenizer = model.load_tokenizer(folder)
     data = packing.prepare_rows(recipe.data, tokenizer, run.seed)
     packing.check_fits(data, shape.positions, shape.vocab_size)
+    check_sample(tokenizer, run, shape.positions)
 
     # Processes.
     accelerator = distributed.start(recipe, launch, precision)
@@ -79,7 +80,7 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
     distributed.check_same(accelerator, "rows of data.train", data.train.fingerprint() + data.held_out.fingerprint())
     accelerator.print(f"{recipe.model.name}: {shape.parameters / 1e9:.3f} billion parameters, {recipe.method.kind}, {precision}")
     accelerator.print(f"{launch.strategy}: {world} x {optim.micro_batch} x {optim.grad_accum} rows of {recipe.data.seq_len} tokens a step")
-    accelerator.print(", ".join(f"{value} {name.replace('_', ' ')}" for name, value in data.report.items()))
+    accelerator.print(packing.describe(data.report))
     for note in find_notes(launch):
         accelerator.print(f"note: {note}")
 
@@ -107,7 +108,7 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
     accelerator.print(f"held-out loss before training: {first_loss:.4f}")
 
     # The loop. A global batch belongs to its step; ranks, micro batch and accumulation only divide it.
-    batch_rows, applied, tokens, started = optim.micro_batch * optim.grad_accum * world, 0, 0, time.monotonic()
+    batch_rows, applied, own_tokens, started = optim.micro_batch * optim.grad_accum * world, 0, 0, time.monotonic()
     progress = tqdm(range(1, optim.steps + 1), unit="step", disable=not is_main, dynamic_ncols=True)
     for step in progress:
         step_started, rate = time.monotonic(), learning_rate(optim, applied + 1)
@@ -135,13 +136,16 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
         applied += not skipped
         if step in (1, optim.steps):
             distributed.check_step(accelerator, network, optimizer, step, rate)
-        if applied == 1 and not skipped:
-            # A save that fails should fail in the first minute, not in the ninth hour.
-            checkpoint.write_result(accelerator, network, tokenizer, recipe, precision, card="")
         seconds, step_tokens = time.monotonic() - step_started, batch_rows * recipe.data.seq_len
-        tokens += step_tokens
+        own_tokens += sum(rows.tokens.size for rows in share)
+        if applied == 1 and not skipped:
+            # What would fail at the end should fail in the first minute: a save, and a GPU that does not take part.
+            checkpoint.write_result(accelerator, network, tokenizer, recipe, precision, card="")
+            ranks = telemetry.table(telemetry.gather_ranks(accelerator, own_tokens, seconds))
+            if is_main:
+                progress.write(f"after the first step:\n{ranks}")
         values = {"loss": mean_loss, "lr": rate, "grad_norm": gradient_norm, "tokens_per_second": step_tokens / seconds}
-        values |= {"tokens": tokens, "skipped_steps": guard.skipped, **telemetry.memory_now(accelerator.device)}
+        values |= {"tokens": step * step_tokens, "skipped_steps": guard.skipped, **telemetry.memory_now(accelerator.device)}
         if step % run.eval_every == 0 or step == optim.steps:
             values["eval_loss"] = last_loss = evaluate(accelerator, network, data.held_out, recipe)
         metrics.log(step, values)
@@ -149,22 +153,22 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
     seconds = time.monotonic() - started
 
     # The end: what was reached, what each rank did, and the result.
-    rows = telemetry.gather_ranks(accelerator, tokens // world, seconds)
+    ranks = telemetry.table(telemetry.gather_ranks(accelerator, own_tokens, seconds))
     after = complete(accelerator, network, tokenizer, recipe)
     figures = {
         "held_out_loss_before": first_loss,
         "held_out_loss_after": last_loss,
         "steps": applied,
         "skipped_steps": guard.skipped,
-        "tokens": tokens,
+        "tokens": optim.steps * step_tokens,
         "seconds": round(seconds, 1),
     }
-    card = checkpoint.model_card(recipe, figures, data.report, telemetry.table(rows))
+    card = checkpoint.model_card(recipe, figures, data.report, ranks)
     checkpoint.write_result(accelerator, network, tokenizer, recipe, precision, card)
     if is_main:
         checkpoint.publish_result(out)
     metrics.close()
-    accelerator.print(f"\n{telemetry.table(rows)}")
+    accelerator.print(f"\n{ranks}")
     if run.sample_tokens:
         accelerator.print(f"\nbefore training: {run.sample}{before}\n\nafter training: {run.sample}{after}")
     accelerator.print(f"\nheld-out loss {first_loss:.4f} -> {last_loss:.4f}; result in {out}")

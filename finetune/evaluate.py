@@ -5,8 +5,9 @@ import torch
 from accelerate import Accelerator
 
 from finetune.loss import count_labels, sum_losses, to_batch
+from finetune.mistakes import Mistake, Mistakes
 from finetune.packing import Rows, pick
-from finetune.recipe import Recipe
+from finetune.recipe import Recipe, Run
 
 
 @torch.no_grad()
@@ -24,6 +25,18 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, rows: Rows, recip
     model.train()
     loss_sum, label_tokens = accelerator.reduce(total).tolist()
     return loss_sum / label_tokens
+
+
+def check_sample(tokenizer, run: Run, positions: int) -> None:
+    """Compare the sample with the model's table of positions, before any weight is loaded.
+
+    Raises:
+        Mistakes: prompt and completion together are longer than the table.
+    """
+    length = len(tokenizer(run.sample)["input_ids"]) + run.sample_tokens
+    if run.sample_tokens and length > positions:
+        what = f"with run.sample_tokens it has {length:,} tokens, more than the model's {positions:,} positions"
+        raise Mistakes(Mistake("recipe", "run.sample", what, "shorten it"))
 
 
 @torch.no_grad()

@@ -85,6 +85,15 @@ def prepare_rows(data: Data, tokenizer, seed: int) -> Prepared:
     return Prepared(train_rows, held_out_rows, report)
 
 
+def describe(report: dict[str, int | dict[str, int]]) -> str:
+    """The report of `prepare_rows` as a line for the console."""
+    left_out = ", ".join(f"{count:,} {reason}" for reason, count in report["documents_left_out"].items()) or "nothing"
+    return (
+        f"data: {report['train_documents']:,} documents to train on ({report['train_rows']:,} rows, {report['train_tokens']:,} tokens), "
+        f"{report['held_out_documents']:,} held out ({report['held_out_rows']:,} rows); left out: {left_out}"
+    )
+
+
 def check_fits(data: Prepared, positions: int, vocab_size: int) -> None:
     """Compare rows with the tables that they index, where a GPU would only report an assertion, and later.
 
