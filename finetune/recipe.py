@@ -246,7 +246,8 @@ def _nearest(key: str) -> str:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The recipe with every default written out, as YAML that `load_recipe` reads back to an equal one."""
-    return yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
+    # Escaped beyond ASCII: YAML reads some Unicode line ends back as spaces.
+    return yaml.safe_dump(recipe.model_dump(), sort_keys=False)
 
 
 def schema_json() -> str:

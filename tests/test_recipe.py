@@ -132,7 +132,7 @@ sections = {
         },
     ),
     "data": st.fixed_dictionaries({}, optional={"fim_rate": st.floats(0, 1), "seq_len": st.integers(8, 10**5)}),
-    "run": st.fixed_dictionaries({}, optional={"sample": st.text(min_size=1), "trackers": st.just([])}),
+    "run": st.fixed_dictionaries({}, optional={"sample": st.text(min_size=1) | st.just("\x85\u2028 x"), "trackers": st.just([])}),
 }
 
 
