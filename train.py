@@ -66,6 +66,8 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
 
     optim, run, out = recipe.optim, recipe.run, Path(recipe.run.out)
 
+    checkpoint.make_folder(out)
+
     # Data. Every rank makes the same rows by itself, before there are processes that could wait for each other.
     folder = model.fetch(recipe.model)
     shape = read_shape(folder)
@@ -183,6 +185,8 @@ def main() -> None:
         train(*check(sys.argv[1:]))
     except Mistakes as error:
         exit_with(error)
+    except KeyboardInterrupt:
+        sys.exit("stopped; no result was written")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,22 @@ from finetune.recipe import Recipe, dump_recipe
 UNFINISHED = ".unfinished"
 
 
+def make_folder(out: Path) -> None:
+    """Make `run.out` and see that it takes files.
+
+    Raises:
+        Mistakes: it does not.
+    """
+    probe = out / f".writable-{os.getpid()}"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"1")
+        probe.unlink()
+    except OSError as error:
+        what = f"{out} cannot be written ({error.strerror})"
+        raise Mistakes(Mistake("recipe", "run.out", what, "name a folder on a disk with room that you may write to")) from None
+
+
 def gather_trainable(accelerator: Accelerator, model: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """The trained tensors, whole, on the host of rank 0; empty on the others. All ranks call it.
 

@@ -436,6 +436,13 @@ def find_launch(environ: Mapping[str, str], command_lines: list[ParentCommand], 
     Raises:
         Mistakes: a launch without a file, flags that outvote it, or an environment that contradicts it.
     """
+    set_by_launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    wrong = [name for name in set_by_launcher if not environ.get(name, "1").isdigit() or environ.get(name) == "0" and "SIZE" in name]
+    mistakes = [Mistake("environment", name, f"{environ[name]!r} is not such a number", "unset it: a launcher sets it") for name in wrong]
+    if "RANK" in environ and "WORLD_SIZE" not in environ:
+        mistakes.append(Mistake("environment", "RANK", "set, and WORLD_SIZE is not", f"unset it, or use {COMMAND}"))
+    if mistakes:
+        raise Mistakes(*mistakes)
     world_size = int(environ.get("WORLD_SIZE", "1"))
     uses_deepspeed = environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     for command in command_lines:

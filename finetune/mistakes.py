@@ -42,9 +42,8 @@ def exit_with(error: Mistakes) -> NoReturn:
 
     Another rank waits, since rank 0's end takes it down too. If it is still there afterwards, the mistake was its own.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    prefix = ""
-    if local_rank != 0:
+    local_rank, prefix = os.environ.get("LOCAL_RANK", "0"), ""
+    if local_rank.isdigit() and local_rank != "0":
         time.sleep(WAIT_FOR_RANK_0_SECONDS)
         prefix = f"rank {os.environ.get('RANK', local_rank)}: "
     for mistake in error.mistakes:

@@ -60,7 +60,8 @@ def read_documents(train: str) -> tuple[list[Document], Counter]:
 def _read_folder(root: Path, skipped: Counter) -> Iterator[Document]:
     for folder, subfolders, files in os.walk(root):  # symbolic links are not followed
         kept = [name for name in subfolders if not _is_foreign(Path(folder, name))]
-        skipped["vendored or generated folder"] += len(subfolders) - len(kept)
+        if foreign := len(subfolders) - len(kept):
+            skipped["vendored or generated folder"] += foreign
         subfolders[:] = sorted(kept)
         for name in sorted(files):
             path = Path(folder, name)
@@ -68,6 +69,8 @@ def _read_folder(root: Path, skipped: Counter) -> Iterator[Document]:
                 skipped["not source code"] += 1
             elif path.is_symlink():
                 skipped["symbolic link"] += 1
+            elif not path.is_file():
+                skipped["not a regular file"] += 1  # a pipe would be waited for
             elif path.stat().st_size > LARGEST_BYTES:
                 skipped[f"over {LARGEST_BYTES:,} bytes"] += 1
             else:

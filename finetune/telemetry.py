@@ -21,7 +21,6 @@ class Metrics:
         self.accelerator, self.file = accelerator, None
         self.trackers = list(recipe.run.trackers)
         out = Path(recipe.run.out)
-        out.mkdir(parents=True, exist_ok=True)
         if accelerator.is_main_process:
             self.file = open(out / "metrics.jsonl", "w", encoding="utf-8")
         flat = {f"{section}.{key}": str(value) for section, keys in recipe.model_dump().items() for key, value in keys.items()}
@@ -29,11 +28,18 @@ class Metrics:
             accelerator.init_trackers(out.name, config=flat)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Write `values` (plain numbers) under `step`."""
+        """Write `values` (plain numbers) under `step`.
+
+        Raises:
+            Mistakes: the disk does not take metrics.jsonl.
+        """
         if self.file is None:
             return
-        self.file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise Mistakes(Mistake(self.file.name, "", f"cannot be written ({error.strerror})", "free space there")) from None
         for tracker in list(self.accelerator.trackers):
             try:
                 tracker.log(values, step=step)

@@ -1,11 +1,13 @@
 """A result is whole or absent, and what is not what was trained is noticed when it is written."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from finetune.checkpoint import UNFINISHED, model_card, publish_result, verify_adapter, verify_model
+from finetune.checkpoint import UNFINISHED, make_folder, model_card, publish_result, verify_adapter, verify_model
 from finetune.mistakes import Mistakes
 from finetune.recipe import Recipe
 
@@ -64,6 +66,14 @@ def test_a_model_is_compared_over_all_its_shards(tmp_path):
         verify_model(tmp_path, {"a": (2,), "b": (3,), "c": (1,)})
     with pytest.raises(Mistakes, match="b has shape"):
         verify_model(tmp_path, {"a": (2,), "b": (4,)})
+
+
+def test_a_folder_that_cannot_be_written_is_a_mistake(tmp_path):
+    make_folder(tmp_path / "new" / "run")
+    assert list((tmp_path / "new" / "run").iterdir()) == []
+    for out in ("/proc/run", "/dev/null/run"):
+        with pytest.raises(Mistakes, match="run.out: .* cannot be written"):
+            make_folder(Path(out))
 
 
 def test_publishing_moves_what_makes_it_loadable_last(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """From files to rows: nothing lost, nothing doubled, every document apart, and the same on every rank."""
 
 import json
+import os
 from collections import Counter
 from random import Random
 
@@ -44,6 +45,7 @@ def test_folder_reads_source_and_counts_the_rest(tmp_path):
     (tmp_path / "node_modules").mkdir()
     (tmp_path / "node_modules" / "c.js").write_text("var x;\n")
     (tmp_path / "loop").symlink_to(tmp_path)
+    os.mkfifo(tmp_path / "pipe.py")
     documents, skipped = read_documents(str(tmp_path))
     assert [(d.name, d.text) for d in documents] == [("a.py", "x = 1\n"), ("sub/b.c", "int x;\n")]
     assert skipped == Counter(
@@ -56,6 +58,7 @@ def test_folder_reads_source_and_counts_the_rest(tmp_path):
             "a line over 1,000 characters": 1,
             "over 1,000,000 bytes": 1,
             "symbolic link": 1,
+            "not a regular file": 1,
         }
     )
 

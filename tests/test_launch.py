@@ -418,3 +418,17 @@ def test_a_real_launch_is_found(tmp_path):
     path = os.path.relpath(launch_file(tmp_path, {"gpu_ids": "-1", "use_cpu": True}, "1xGPU"), ROOT)
     done = run([sys.executable, "-m", "accelerate.commands.launch", "--config_file", path, script], seconds=60)
     assert f"Launch(path='{path}', processes=1, machines=1, distributed_type='NO', cpu=True" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "key"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK"),
+        ({"RANK": "0"}, "RANK"),
+    ],
+)
+def test_variables_that_no_launcher_sets_so_are_mistakes(environ, key):
+    with pytest.raises(Mistakes, match=f"environment: {key}: "):
+        find_launch(environ, [])

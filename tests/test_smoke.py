@@ -10,13 +10,12 @@ import time
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from finetune.checkpoint import UNFINISHED
-from finetune.loss import count_labels, sum_losses, to_batch
-from finetune.packing import prepare_rows
 from finetune.recipe import load_recipe
 from tests.launches import BIN, ROOT, command_for, free_port, read_metrics, run
+from tests.results import held_out_loss
 
 SMOKE = [BIN / "accelerate", "launch", "--config_file", "accelerate_configs/smoke.yaml"]
 
@@ -57,19 +56,10 @@ def test_it_lowered_the_held_out_loss(smoke):
 
 def test_its_adapter_loads_onto_the_base_and_gives_the_same_loss(smoke):
     _, out, _, _ = smoke
-    recipe, tokenizer = load_recipe(out / "recipe.yaml"), AutoTokenizer.from_pretrained(out)
-    assert recipe == load_recipe("recipes/smoke.yaml", [f"run.out={out}"])
-    rows = prepare_rows(recipe.data, tokenizer, recipe.run.seed).held_out
-    base = AutoModelForCausalLM.from_pretrained(recipe.model.name, dtype=torch.float32)
-    batch = {name: tensor[: recipe.data.eval_rows] for name, tensor in to_batch(rows, torch.device("cpu")).items()}
-
-    def loss(model):
-        with torch.no_grad():
-            return (sum_losses(model.eval(), batch) / count_labels(batch["labels"])).item()
-
-    metrics = read_metrics(out)
-    assert loss(base) == pytest.approx(metrics[0]["eval_loss"], abs=1e-4)
-    assert loss(PeftModel.from_pretrained(base, out)) == pytest.approx(metrics[-1]["eval_loss"], abs=1e-4)
+    assert load_recipe(out / "recipe.yaml") == load_recipe("recipes/smoke.yaml", [f"run.out={out}"])
+    metrics, base = read_metrics(out), AutoModelForCausalLM.from_pretrained("models/tiny-starcoder", dtype=torch.float32)
+    assert held_out_loss(base, out) == pytest.approx(metrics[0]["eval_loss"], abs=1e-4)
+    assert held_out_loss(PeftModel.from_pretrained(base, out), out) == pytest.approx(metrics[-1]["eval_loss"], abs=1e-4)
 
 
 def test_it_left_what_belongs_to_a_result(smoke):

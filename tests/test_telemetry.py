@@ -56,6 +56,7 @@ class FakeAccelerator:
 
 
 def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
     good, bad = FakeTracker(False), FakeTracker(True)
     accelerator = FakeAccelerator([bad, good])
     metrics = Metrics(accelerator, load_recipe("recipes/smoke.yaml", [f"run.out={tmp_path / 'run'}"]))
@@ -67,6 +68,14 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, capsys):
     assert good.seen == [(1, {"loss": 2.0}), (2, {"loss": 1.0})]
     assert capsys.readouterr().err.count("fake stopped taking metrics (no service)") == 1
     assert accelerator.ended and accelerator.config["optim.lr"] == "0.002"
+
+
+def test_a_full_disk_is_a_mistake():
+    accelerator = FakeAccelerator([])
+    metrics = Metrics.__new__(Metrics)
+    metrics.accelerator, metrics.file = accelerator, open("/dev/full", "w")
+    with pytest.raises(Mistakes, match="/dev/full: cannot be written .No space left on device."):
+        metrics.log(1, {"loss": 1.0})
 
 
 def test_the_table_has_a_row_a_rank_and_the_imbalance():

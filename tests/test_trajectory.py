@@ -8,8 +8,11 @@ import math
 import random
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.launches import ROOT, command_for, read_metrics, run
+from tests.results import held_out_loss
 
 STEPS, BATCH_ROWS = 20, 8
 LOSS_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-4
@@ -97,3 +100,6 @@ def test_every_division_of_the_batch_is_one_trajectory(strategy, processes, data
         same = loss <= LOSS_TOLERANCE and norm <= NORM_TOLERANCE
         assert same == (name not in FAULTS), f"{name}: losses differ by {loss:.2e}, gradient norms by {norm:.2e}"
         assert [line["lr"] for line in steps(metrics)] == [line["lr"] for line in steps(expected)]
+    # A full fine-tune leaves whole weights, also where each rank held a part of them.
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "full", dtype=torch.float32)
+    assert held_out_loss(whole, tmp_path / "full") == pytest.approx(results["full"][-1]["eval_loss"], abs=1e-5)
