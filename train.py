@@ -58,7 +58,8 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
     from accelerate.utils import set_seed
     from tqdm import tqdm
 
-    from finetune import checkpoint, distributed, model, packing, telemetry
+    from finetune import checkpoint, corpus, distributed, model, telemetry
+    from finetune.describe import describe, show_row
     from finetune.evaluate import check_sample, complete, evaluate
     from finetune.loss import count_labels, sum_losses, to_batch
     from finetune.schedule import learning_rate
@@ -68,21 +69,23 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
 
     checkpoint.make_folder(out)
 
-    # Data. Every rank makes the same rows by itself, before there are processes that could wait for each other.
+    # Data. Prepared once, by the rank that comes first, and before there are collectives that could wait for it.
     folder = model.fetch(recipe.model)
     shape = read_shape(folder)
     tokenizer = model.load_tokenizer(folder)
-    data = packing.prepare_rows(recipe.data, tokenizer, run.seed)
-    packing.check_fits(data, shape.positions, shape.vocab_size)
+    data = corpus.prepare(recipe.data, tokenizer, run.seed, shape.positions, shape.vocab_size)
     check_sample(tokenizer, run, shape.positions)
 
     # Processes.
     accelerator = distributed.start(recipe, launch, precision)
     is_main, world = accelerator.is_main_process, accelerator.num_processes
-    distributed.check_same(accelerator, "rows of data.train", data.train.fingerprint() + data.held_out.fingerprint())
+    distributed.check_same(accelerator, "rows of data.train", data.digest())
     accelerator.print(f"{recipe.model.name}: {shape.parameters / 1e9:.3f} billion parameters, {recipe.method.kind}, {precision}")
     accelerator.print(f"{launch.strategy}: {world} x {optim.micro_batch} x {optim.grad_accum} rows of {recipe.data.seq_len} tokens a step")
-    accelerator.print(packing.describe(data.report))
+    if is_main:
+        data.write_manifest(out)
+    accelerator.print(describe(data.manifest()))
+    accelerator.print(f"what is learnt, from the first row ([[ ]] is not):\n{show_row(data.first_row(), tokenizer)}")
     for note in find_notes(launch):
         accelerator.print(f"note: {note}")
 
@@ -101,13 +104,18 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
     network, optimizer = accelerator.prepare(network, optimizer)
     distributed.check_prepared(accelerator, network, recipe, launch)
 
-    # Before training: a loss and a completion to compare with.
+    def measure() -> dict[str, float]:
+        """Losses on held-out documents: of all tokens left to right, and of middles given prefix and suffix."""
+        losses = {"eval_loss": evaluate(accelerator, network, data.held_out, recipe)}
+        return losses | ({"infilling_loss": evaluate(accelerator, network, data.infilling, recipe)} if data.infilling else {})
+
+    # Before training: losses and a completion to compare with.
     metrics, guard = telemetry.Metrics(accelerator, recipe), telemetry.Guard(optim.stop_after_skips)
-    first_loss = last_loss = evaluate(accelerator, network, data.held_out, recipe)
-    model.check_first_loss(first_loss, shape.vocab_size, recipe.model)
+    first = last = measure()
+    model.check_first_loss(first["eval_loss"], shape.vocab_size, recipe.model)
     before = complete(accelerator, network, tokenizer, recipe)
-    metrics.log(0, {"eval_loss": first_loss})
-    accelerator.print(f"held-out loss before training: {first_loss:.4f}")
+    metrics.log(0, first)
+    accelerator.print(f"held-out loss before training: {first['eval_loss']:.4f}")
 
     # The loop. A global batch belongs to its step; ranks, micro batch and accumulation only divide it.
     batch_rows, applied, own_tokens, started = optim.micro_batch * optim.grad_accum * world, 0, 0, time.monotonic()
@@ -116,8 +124,7 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
         step_started, rate = time.monotonic(), learning_rate(optim, applied + 1)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        indices = packing.global_batch(len(data.train), batch_rows, step - 1, run.seed)
-        share = packing.pick(data.train, indices, accelerator.process_index, world, optim.micro_batch)
+        share = data.batch(step - 1, batch_rows, accelerator.process_index, world, optim.micro_batch)
         batches = [to_batch(rows, accelerator.device) for rows in share]
         label_tokens = accelerator.reduce(sum(count_labels(batch["labels"]) for batch in batches)).item()
         loss_sum = torch.zeros((), device=accelerator.device)
@@ -149,31 +156,34 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
         values = {"loss": mean_loss, "lr": rate, "grad_norm": gradient_norm, "tokens_per_second": step_tokens / seconds}
         values |= {"tokens": step * step_tokens, "skipped_steps": guard.skipped, **telemetry.memory_now(accelerator.device)}
         if step % run.eval_every == 0 or step == optim.steps:
-            values["eval_loss"] = last_loss = evaluate(accelerator, network, data.held_out, recipe)
+            values |= (last := measure())
         metrics.log(step, values)
-        progress.set_postfix(loss=f"{mean_loss:.4f}", lr=f"{rate:.1e}", eval=f"{last_loss:.4f}")
+        progress.set_postfix(loss=f"{mean_loss:.4f}", lr=f"{rate:.1e}", eval=f"{last['eval_loss']:.4f}")
     seconds = time.monotonic() - started
 
     # The end: what was reached, what each rank did, and the result.
     ranks = telemetry.table(telemetry.gather_ranks(accelerator, own_tokens, seconds))
     after = complete(accelerator, network, tokenizer, recipe)
     figures = {
-        "held_out_loss_before": first_loss,
-        "held_out_loss_after": last_loss,
+        **{f"{name} before": loss for name, loss in first.items()},
+        **{f"{name} after": loss for name, loss in last.items()},
         "steps": applied,
         "skipped_steps": guard.skipped,
         "tokens": optim.steps * step_tokens,
         "seconds": round(seconds, 1),
     }
-    card = checkpoint.model_card(recipe, figures, data.report, ranks)
+    card = checkpoint.model_card(recipe, figures, describe(data.manifest()), ranks)
     checkpoint.write_result(accelerator, network, tokenizer, recipe, precision, card)
     if is_main:
+        data.write_manifest(out)  # again: a stream has been read further
         checkpoint.publish_result(out)
     metrics.close()
     accelerator.print(f"\n{ranks}")
     if run.sample_tokens:
         accelerator.print(f"\nbefore training: {run.sample}{before}\n\nafter training: {run.sample}{after}")
-    accelerator.print(f"\nheld-out loss {first_loss:.4f} -> {last_loss:.4f}; result in {out}")
+    for name, loss in last.items():
+        accelerator.print(f"{name} {first[name]:.4f} -> {loss:.4f}")
+    accelerator.print(f"result in {out}")
     return figures
 
 

@@ -156,12 +156,12 @@ def _verify_tensors(files: dict[str, Path], expected: dict[str, tuple[int, ...]]
     return mistakes, nonzero
 
 
-def model_card(recipe: Recipe, figures: dict, data: dict, ranks: str) -> str:
+def model_card(recipe: Recipe, figures: dict, data: str, ranks: str) -> str:
     """The README.md of a result: what it was made from, how, and what it reached.
 
     Args:
         figures: measured values by name.
-        data: the report of `prepare_rows`.
+        data: the table of `describe`.
         ranks: the table of `telemetry.table`.
     """
     base, kind = recipe.model.name, recipe.method.kind
@@ -187,7 +187,9 @@ def model_card(recipe: Recipe, figures: dict, data: dict, ranks: str) -> str:
 
 ## Data
 
-{_list(data)}
+```
+{data}
+```
 
 ## Recipe
 

@@ -1,26 +1,24 @@
 """What the model does on held-out text: its loss, and a completion to look at."""
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 
 from finetune.loss import count_labels, sum_losses, to_batch
 from finetune.mistakes import Mistake, Mistakes
-from finetune.packing import Rows, pick
+from finetune.packing import Rows, mask, share
 from finetune.recipe import Recipe, Run
 
 
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: torch.nn.Module, rows: Rows, recipe: Recipe) -> float:
-    """Mean loss over the label tokens of at most `data.eval_rows` rows, nats, the same on every rank. All ranks call it.
+    """Mean loss over the label tokens of `rows`, nats, the same on every rank. All ranks call it.
 
     Sums are added up, never means of means, and no logits are kept.
     """
-    indices = np.arange(min(len(rows), recipe.data.eval_rows))
     total = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
     model.eval()
-    for share in pick(rows, indices, accelerator.process_index, accelerator.num_processes, recipe.optim.micro_batch):
-        batch = to_batch(share, accelerator.device)
+    for places, counts in share(len(rows), accelerator.process_index, accelerator.num_processes, recipe.optim.micro_batch):
+        batch = to_batch(mask(rows.take(places), counts), accelerator.device)
         total += torch.stack([sum_losses(model, batch).double(), count_labels(batch["labels"]).double()])
     model.train()
     loss_sum, label_tokens = accelerator.reduce(total).tolist()

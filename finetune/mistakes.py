@@ -1,9 +1,11 @@
 """A mistake of the person who reads the message: what, where, fix. Raised together, printed once, exit code 2."""
 
+import difflib
 import os
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 EXIT_CODE = 2
@@ -23,6 +25,16 @@ class Mistake:
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.file, self.key, self.what, self.fix) if part)
+
+
+def near_path(path: Path, otherwise: str) -> str:
+    """The fix for a path that is not there: its nearest neighbour. The first part that does not exist is compared."""
+    missing = path
+    while not missing.parent.exists() and missing.parent != missing:
+        missing = missing.parent
+    neighbours = [entry.name for entry in missing.parent.iterdir()] if missing.parent.is_dir() else []
+    near = difflib.get_close_matches(missing.name, neighbours, n=1)
+    return f"did you mean {missing.parent / near[0]}?" if near else otherwise
 
 
 class Mistakes(Exception):

@@ -1,29 +1,29 @@
-"""Documents to token rows of one length without padding, and rows to batches that every rank agrees on."""
+"""Pieces of documents to rows of one length, and rows to the micro batches of a rank.
+
+Packing without cutting is best fit decreasing (Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv:2404.10830).
+"""
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
-from random import Random
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from finetune import fim
-from finetune.mistakes import Mistake, Mistakes
-from finetune.recipe import Data
-from finetune.sources import Document, hold_out, read_documents
-
 IGNORED = -100  # the label of a token that is not learnt; torch's cross entropy leaves it out
-DOCUMENTS_A_CALL = 256  # the tokenizer works on all cores within one call
+# Pieces that are packed together. More would not fill rows better, and the bookkeeping of a row stays in memory.
+WINDOW = 1 << 17
 
 
 @dataclass(frozen=True)
 class Rows:
     """Packed rows, each int32 [rows, seq_len].
 
-    positions restart at 0 with each document and each row: attention then keeps the documents apart, and a learned position
-    table sees what it saw in pre-training. The first token of a document has no context that could predict it: its label is
-    IGNORED.
+    positions restart at 0 with each piece: attention then keeps the pieces apart, and a learned position table sees what it saw
+    in pre-training. The first token of a piece has no context that could predict it: its label is IGNORED, as are those of
+    tokens that are not learnt and of the padding, which is a piece of its own.
     """
 
     tokens: np.ndarray
@@ -33,153 +33,167 @@ class Rows:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def fingerprint(self) -> str:
-        """A hash of the rows, to compare between ranks."""
-        digest = hashlib.sha256()
-        for array in (self.tokens, self.positions, self.labels):
-            digest.update(np.ascontiguousarray(array).tobytes())
-        return digest.hexdigest()
+    def take(self, places: np.ndarray) -> "Rows":
+        """The rows at `places`."""
+        return Rows(self.tokens[places], self.positions[places], self.labels[places])
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Rows to train on and to evaluate on, and what was read to make them."""
+def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Assign pieces to rows: int64 [pieces], the row of each.
 
-    train: Rows
-    held_out: Rows
-    report: dict[str, int | dict[str, int]]
-
-
-def prepare_rows(data: Data, tokenizer, seed: int) -> Prepared:
-    """Read, split, tokenise and pack what the recipe's data section names.
-
-    The result depends on the arguments and the files alone, so every rank makes the same rows without a collective.
-
-    Raises:
-        Mistakes: see `read_documents`; fewer tokens than one row; fill in the middle asked of a tokenizer without its tokens.
-    """
-    if tokenizer.eos_token_id is None:
-        raise Mistakes(Mistake("recipe", "model.name", "its tokenizer has no end-of-text token", "take the tokenizer of a code model"))
-    fim_tokens = fim.find_fim_tokens(tokenizer) if data.fim_rate > 0 else None
-    documents, skipped = read_documents(data.train)
-    train, held_out = hold_out(documents, data.eval_share)
-    train_ids = list(_tokenise(train, tokenizer, seed, data.fim_rate, data.fim_spm_share, fim_tokens))
-    # Held-out documents stay as they are, so that the loss of two recipes can be compared.
-    held_out_ids = list(_tokenise(held_out, tokenizer, seed, 0.0, 0.0, None))
-    train_rows, train_tail = pack(train_ids, data.seq_len)
-    held_out_rows, _ = pack(held_out_ids, data.seq_len)
-    for key, rows, ids in (("data.train", train_rows, train_ids), ("data.eval_share", held_out_rows, held_out_ids)):
-        if len(rows) == 0:
-            what = f"its {sum(map(len, ids)):,} tokens are less than one row of data.seq_len ({data.seq_len:,})"
-            raise Mistakes(Mistake("recipe", key, what, "add data, lower data.seq_len, or change data.eval_share"))
-    report = {
-        "documents": len(documents),
-        "documents_left_out": dict(Counter(skipped)),
-        "train_documents": len(train),
-        "train_rows": len(train_rows),
-        "train_tokens": int(train_rows.tokens.size),
-        "train_tokens_cut_from_the_end": train_tail,
-        "held_out_documents": len(held_out),
-        "held_out_rows": len(held_out_rows),
-    }
-    return Prepared(train_rows, held_out_rows, report)
-
-
-def describe(report: dict[str, int | dict[str, int]]) -> str:
-    """The report of `prepare_rows` as a line for the console."""
-    left_out = ", ".join(f"{count:,} {reason}" for reason, count in report["documents_left_out"].items()) or "nothing"
-    return (
-        f"data: {report['train_documents']:,} documents to train on ({report['train_rows']:,} rows, {report['train_tokens']:,} tokens), "
-        f"{report['held_out_documents']:,} held out ({report['held_out_rows']:,} rows); left out: {left_out}"
-    )
-
-
-def check_fits(data: Prepared, positions: int, vocab_size: int) -> None:
-    """Compare rows with the tables that they index, where a GPU would only report an assertion, and later.
-
-    Raises:
-        Mistakes: a row is longer than the table of positions, or a token id lies outside the embedding.
-    """
-    length, largest = data.train.tokens.shape[1], max(int(data.train.tokens.max()), int(data.held_out.tokens.max()))
-    mistakes = []
-    if length > positions:
-        mistakes.append(Mistake("recipe", "data.seq_len", f"{length} is more than the model's {positions} positions", "lower it"))
-    if largest >= vocab_size:
-        what = f"its tokenizer gives id {largest} and its embedding has {vocab_size} rows"
-        mistakes.append(Mistake("recipe", "model.name", what, "put the tokenizer beside the model that it belongs to"))
-    if mistakes:
-        raise Mistakes(*mistakes)
-
-
-def _tokenise(
-    documents: list[Document], tokenizer, seed: int, rate: float, spm_share: float, fim_tokens: fim.FimTokens | None
-) -> Iterator[list[int]]:
-    for start in range(0, len(documents), DOCUMENTS_A_CALL):
-        chunk = documents[start : start + DOCUMENTS_A_CALL]
-        # The draw depends on the document's name and the seed alone, whatever was read before it.
-        cuts = [fim.split(d.text, Random(f"{seed}:{d.name}"), rate, spm_share) for d in chunk]
-        texts = []
-        for document, cut in zip(chunk, cuts, strict=True):
-            texts += [cut.prefix, cut.middle, cut.suffix] if cut else [document.text]
-        # split_special_tokens: "<fim_prefix>" inside someone's source is text, not a control token.
-        encoded = iter(tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"])
-        for cut in cuts:
-            ids = next(encoded) if cut is None else fim.join(next(encoded), next(encoded), next(encoded), cut.suffix_first, fim_tokens)
-            yield [*ids, tokenizer.eos_token_id]
-
-
-def pack(documents: Iterable[list[int]], seq_len: int) -> tuple[Rows, int]:
-    """Join documents into one stream and cut it into rows.
+    The longest piece comes first, and each goes to the row that it leaves the least room in.
 
     Args:
-        documents: token ids, each with its end of text.
-        seq_len: tokens in a row.
+        lengths: int [pieces], each 1 to capacity.
+        capacity: tokens in a row.
+    """
+    row_of, open_rows, rows = np.empty(len(lengths), np.int64), [[] for _ in range(capacity + 1)], 0
+    rooms = 0  # bit r is set where a row has exactly r tokens of room
+    for piece in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[piece])
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = open_rows[room].pop()
+            if not open_rows[room]:
+                rooms ^= 1 << room
+        else:
+            row, room, rows = rows, capacity, rows + 1
+        row_of[piece] = row
+        if room > length:
+            open_rows[room - length].append(row)
+            rooms |= 1 << (room - length)
+    return row_of
+
+
+def lay_out(lengths: np.ndarray, seq_len: int, packing: str) -> tuple[np.ndarray, np.ndarray]:
+    """Which tokens stand in which row.
+
+    Args:
+        lengths: int64 [pieces], in the order in which their tokens are stored; at most seq_len but for concat.
+        packing: best_fit, concat or none.
 
     Returns:
-        The rows, and how many tokens at the end of the stream did not fill another one.
+        int64 [parts, 2], where each part begins in the stored tokens and how long it is, in the order of rows; and int64
+        [rows + 1], the parts at which rows begin.
     """
-    stream, starts, length = [], [], 0
-    for ids in documents:
-        stream.append(np.asarray(ids, dtype=np.int32))
-        starts.append(length)
-        length += len(ids)
-    count, tail = divmod(length, seq_len)
-    tokens = np.concatenate(stream)[: count * seq_len] if stream else np.zeros(0, np.int32)
-    is_start = np.zeros(count * seq_len, dtype=bool)
-    is_start[[start for start in starts if start < count * seq_len]] = True
-    is_start[::seq_len] = True
-    index = np.arange(count * seq_len, dtype=np.int32)
-    positions = index - np.maximum.accumulate(np.where(is_start, index, 0))
-    labels = np.where(is_start, np.int32(IGNORED), tokens)
-    shape = (count, seq_len)
-    return Rows(tokens.reshape(shape), positions.reshape(shape).astype(np.int32), labels.reshape(shape)), tail
+    starts = np.cumsum(lengths) - lengths
+    if packing == "concat":
+        total = int(lengths.sum())
+        cuts = np.unique(np.concatenate([starts, np.arange(0, total, seq_len), [total]])).astype(np.int64)
+        parts = np.stack([cuts[:-1], np.diff(cuts)], axis=1)
+        rows = np.searchsorted(cuts, np.arange(0, total, seq_len))
+        return parts, np.append(rows, len(parts)).astype(np.int64)
+    if packing == "none":
+        return np.stack([starts, lengths], axis=1), np.arange(len(lengths) + 1)
+    parts, firsts, done = [], [], 0
+    for begin in range(0, len(lengths), WINDOW):
+        window = slice(begin, begin + WINDOW)
+        row_of = best_fit(lengths[window], seq_len)
+        order = np.argsort(row_of, kind="stable")
+        parts.append(np.stack([starts[window][order], lengths[window][order]], axis=1))
+        firsts.append(done + np.searchsorted(row_of[order], np.arange(row_of.max() + 1)))
+        done += len(row_of)
+    return np.concatenate(parts), np.append(np.concatenate(firsts), done).astype(np.int64)
 
 
-def global_batch(row_count: int, batch_rows: int, step: int, seed: int) -> np.ndarray:
-    """Indices of the rows of optimizer step `step` (from 0): int64 [batch_rows].
+class Part:
+    """Rows on disk, read as they are needed: a folder that `PartWriter` wrote."""
 
-    Epoch follows epoch without a gap, each in its own order. The batch depends on the step alone, so that ranks, micro batch
-    and accumulation only divide it, and a run can start at any step.
+    @staticmethod
+    def is_whole(path: Path) -> bool:
+        """Whether the rows are there, not their facts alone."""
+        try:
+            facts = json.loads((path / "facts.json").read_text("utf-8"))
+            return (path / "tokens.bin").stat().st_size == 4 * facts["tokens"]
+        except (OSError, ValueError, KeyError):
+            return False
+
+    def __init__(self, path: Path):
+        self.facts = json.loads((path / "facts.json").read_text("utf-8"))
+        self.tokens = np.memmap(path / "tokens.bin", np.int32, "r") if self.facts["tokens"] else np.zeros(0, np.int32)
+        self.parts, self.firsts = np.load(path / "parts.npy", mmap_mode="r"), np.load(path / "rows.npy", mmap_mode="r")
+
+    def __len__(self) -> int:
+        return len(self.firsts) - 1
+
+    def rows(self, indices: np.ndarray) -> Rows:
+        """The rows at `indices`."""
+        shape = (len(indices), self.facts["seq_len"])
+        tokens, labels = np.full(shape, self.facts["pad"], np.int32), np.full(shape, IGNORED, np.int32)
+        positions = np.zeros(shape, np.int32)
+        for row, index in enumerate(indices):
+            place = 0
+            for start, length in self.parts[self.firsts[index] : self.firsts[index + 1]]:
+                stored = self.tokens[start : start + length]
+                end = place + length
+                tokens[row, place:end] = np.where(stored < 0, ~stored, stored)
+                labels[row, place + 1 : end] = np.where(stored < 0, IGNORED, stored)[1:]
+                positions[row, place:end] = np.arange(length)
+                place = end
+            positions[row, place:] = np.arange(shape[1] - place)
+        return Rows(tokens, positions, labels)
+
+
+class PartWriter:
+    """Writes pieces as they come, and their rows when all are there."""
+
+    def __init__(self, path: Path, seq_len: int, packing: str, pad: int):
+        path.mkdir(parents=True, exist_ok=True)
+        self.path, self.seq_len, self.packing, self.pad = path, seq_len, packing, pad
+        self.file, self.lengths, self.largest, self.learnt = open(path / "tokens.bin", "wb"), [], 0, 0
+        self.digest = hashlib.blake2b(digest_size=16)
+
+    def add(self, stored: np.ndarray, lengths: np.ndarray) -> None:
+        """Add pieces: their tokens one after the other, int32, complemented where they are not learnt, and their lengths."""
+        if not len(stored):
+            return
+        content = np.ascontiguousarray(stored).tobytes()
+        self.file.write(content)
+        self.digest.update(content)
+        self.lengths.append(lengths)
+        self.largest = max(self.largest, int(np.maximum(stored, ~stored).max()))
+        self.learnt += int((stored >= 0).sum())
+
+    def finish(self) -> dict[str, Any]:
+        """Pack, and return what is known of the part, which its reader wants in facts.json beside what else is known."""
+        self.file.close()
+        lengths = np.concatenate(self.lengths).astype(np.int64) if self.lengths else np.zeros(0, np.int64)
+        parts, firsts = (
+            lay_out(lengths, self.seq_len, self.packing) if len(lengths) else (np.zeros((0, 2), np.int64), np.zeros(1, np.int64))
+        )
+        # What begins a part is predicted by nothing.
+        tokens = np.memmap(self.path / "tokens.bin", np.int32, "r") if len(parts) else np.zeros(0, np.int32)
+        labels = self.learnt - int((tokens[parts[:, 0]] >= 0).sum())
+        np.save(self.path / "parts.npy", parts)
+        np.save(self.path / "rows.npy", firsts)
+        self.digest.update(parts.tobytes() + firsts.tobytes())
+        return {
+            "seq_len": self.seq_len,
+            "pad": self.pad,
+            "rows": len(firsts) - 1,
+            "pieces": len(lengths),
+            "tokens": int(lengths.sum()),
+            "labels": labels,
+            "largest_id": self.largest,
+            "digest": self.digest.hexdigest(),
+        }
+
+
+def share(count: int, rank: int, world_size: int, micro_batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """A rank's share of a global batch of `count` rows, as micro batches, equally many on each rank.
+
+    Yields:
+        int64 [micro_batch], places in the global batch; and bool [micro_batch], which of them count. Where the batch does not
+        divide evenly some places come twice, and then count once.
     """
-    places = np.arange(step * batch_rows, (step + 1) * batch_rows)
-    indices = np.empty(batch_rows, dtype=np.int64)
-    for epoch in np.unique(places // row_count):
-        inside = places // row_count == epoch
-        indices[inside] = np.random.default_rng([seed, int(epoch)]).permutation(row_count)[places[inside] % row_count]
-    return indices
+    micro_batches = -(-count // (world_size * micro_batch))
+    first = rank * micro_batches * micro_batch
+    for start in range(first, first + micro_batches * micro_batch, micro_batch):
+        places = np.arange(start, start + micro_batch)
+        yield places % count, places < count
 
 
-def pick(rows: Rows, indices: np.ndarray, rank: int, world_size: int, micro_batch: int) -> list[Rows]:
-    """This rank's share of the rows at `indices`, as micro batches of at most `micro_batch` rows, equally many on each rank.
-
-    Rows that are short for an even split are filled with repeated ones whose labels are all IGNORED, which add no loss.
-    """
-    micro_batches = -(-len(indices) // (world_size * micro_batch))
-    share = micro_batches * micro_batch
-    padded = np.resize(indices, share * world_size)
-    labels = rows.labels[padded]
-    labels[len(indices) :] = IGNORED
-    mine = slice(rank * share, (rank + 1) * share)
-    tokens, positions, labels = rows.tokens[padded[mine]], rows.positions[padded[mine]], labels[mine]
-    cuts = [slice(start, start + micro_batch) for start in range(0, share, micro_batch)]
-    return [Rows(tokens[cut], positions[cut], labels[cut]) for cut in cuts]
+def mask(rows: Rows, counts: np.ndarray) -> Rows:
+    """The rows, with all labels of those that do not count IGNORED, so that they add no loss."""
+    return Rows(rows.tokens, rows.positions, np.where(counts[:, None], rows.labels, np.int32(IGNORED)))

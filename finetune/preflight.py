@@ -3,19 +3,20 @@
 It runs in train.py before anything heavy, and in `python -m finetune check` without a launch, for a machine that may only be described.
 """
 
-import difflib
 import importlib.util
 import netrc
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from finetune.launch import Launch
 from finetune.machine import GIB, Gpu, Machine
-from finetune.mistakes import Mistake, Mistakes
+from finetune.mistakes import Mistake, Mistakes, near_path
 from finetune.recipe import Recipe
 from finetune.shape import Shape, load_shape
+from finetune.sources import check_source
 
 BF16_CAPABILITY = (8, 0)  # below it bf16 is emulated: torch says that it is supported, and it is slow
 BYTES_PER_PARAMETER = {"fp16": 2.0, "bf16": 2.0, "fp32": 4.0}
@@ -186,31 +187,24 @@ def _check_model_path(name: str, where: str) -> Mistake | None:
     first = name.split("/")[0]
     path_like = name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or name.endswith("/")
     if path_like or ("/" in name and Path(first).is_dir()):
-        return Mistake(where, "model.name", f"{name} does not exist, looked for from {Path.cwd()}", _near_path(path, "correct the path"))
+        return Mistake(where, "model.name", f"{name} does not exist, looked for from {Path.cwd()}", near_path(path, "correct the path"))
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         return Mistake(where, "model.name", f"{name!r} is neither a local folder nor a hub name", "write owner/name or a path")
     return None
 
 
-def _near_path(path: Path, otherwise: str) -> str:
-    """The nearest existing name: the first part of the path that does not exist is compared with its neighbours."""
-    missing = path
-    while not missing.parent.exists() and missing.parent != missing:
-        missing = missing.parent
-    neighbours = [entry.name for entry in missing.parent.iterdir()] if missing.parent.is_dir() else []
-    near = difflib.get_close_matches(missing.name, neighbours, n=1)
-    return f"did you mean {missing.parent / near[0]}?" if near else otherwise
-
-
 def _check_data(recipe: Recipe, where: str) -> list[Mistake]:
-    name = recipe.data.train
-    path = Path(name).expanduser()
-    if not path.exists():
-        what = f"{name} does not exist, looked for from {Path.cwd()}"
-        return [Mistake(where, "data.train", what, _near_path(path, "name an existing folder or .jsonl file"))]
-    if path.is_file() and path.suffix != ".jsonl":
-        return [Mistake(where, "data.train", f"{name} is neither a folder nor a .jsonl file", "name a folder of code or a JSONL file")]
-    return []
+    mistakes = []
+    for source in recipe.data.train:
+        try:
+            check_source(source)
+        except Mistakes as error:
+            mistakes += [replace(mistake, file=where) for mistake in error.mistakes]
+    for name in recipe.data.decontaminate:
+        if not Path(name).expanduser().is_file():
+            what = f"{name} does not exist, looked for from {Path.cwd()}"
+            mistakes.append(Mistake(where, "data.decontaminate", what, "name HumanEval's or MBPP's file, one problem a line"))
+    return mistakes
 
 
 def _check_precision(recipe: Recipe, launch: Launch, machine: Machine, where: str) -> list[Mistake]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from finetune.mistakes import Mistake, Mistakes
 
@@ -42,13 +42,54 @@ class Method(Section):
     targets: list[str] = Field([], description="names of linear modules that get LoRA; empty: all of the model family's")
 
 
+class Source(Section):
+    source: str = Field(min_length=1, description="a folder of source code; .jsonl, .json, .csv or .parquet files; or a hub data set")
+    weight: float = Field(
+        1.0, gt=0.0, le=100.0, description="how often each document is seen in one pass; 0.5 takes half, each pass another"
+    )
+    format: Literal["auto", "text", "completion", "messages", "repository"] = Field(
+        "auto", description="auto: by the columns; repository joins the files of one repository"
+    )
+    column: str = Field("", description="the column that holds the text, where it is none of the usual names")
+    subset: str = Field("", description="of a hub data set: its configuration")
+    split: str = Field("train", min_length=1, description="of a hub or saved data set")
+    revision: str = Field("main", min_length=1, description="of a hub data set: branch, tag or commit")
+
+
+def _as_sources(value: Any) -> Any:
+    """`train: code` and `train: [code, rows.jsonl]` as the list of sources that they mean."""
+    items = value if isinstance(value, list) else [value]
+    return [{"source": item} if isinstance(item, str) else item for item in items]
+
+
+def _allow_short_sources(schema: dict[str, Any]) -> None:
+    """The JSON schema of what `_as_sources` takes."""
+    source = schema.pop("items")
+    del schema["type"], schema["minItems"]
+    one = [{"type": "string", "minLength": 1}, source]
+    schema |= {"anyOf": [*one, {"type": "array", "minItems": 1, "items": {"anyOf": one}}], "default": "."}
+
+
 class Data(Section):
-    train: str = Field(".", min_length=1, description="a folder of source code, or a JSONL file with a text or content column")
+    train: Annotated[list[Source], BeforeValidator(_as_sources), Field(min_length=1)] = Field(
+        [Source(source=".")],
+        description="a folder, files (also compressed, or a glob), or a hub data set; several as a list, with weights if wanted",
+        json_schema_extra=_allow_short_sources,
+    )
     seq_len: int = Field(2048, ge=8, description="tokens in a row; at most the model's positions")
+    packing: Literal["best_fit", "concat", "none"] = Field(
+        "best_fit", description="best_fit cuts no document that fits a row; concat is one stream cut into rows; none is one document a row"
+    )
     fim_rate: Share = Field(0.5, description="share of documents turned to fill-in-the-middle; 0 is plain left to right")
     fim_spm_share: Share = Field(0.5, description="of those, the share in suffix-prefix-middle order")
-    eval_share: float = Field(0.05, gt=0.0, lt=1.0, description="share of documents held out, chosen by a hash of their name")
+    eval_share: float = Field(0.05, gt=0.0, lt=1.0, description="share of documents held out, chosen by a hash of their identity")
     eval_rows: Positive = Field(64, description="rows at most in one evaluation")
+    largest_bytes: Positive = Field(1_000_000, description="larger documents are left out; large source files are nearly always generated")
+    most_dropped: Share = Field(0.05, description="stop where more of a source's examples are too long or have nothing to learn")
+    decontaminate: list[str] = Field([], description="JSONL files of benchmarks (HumanEval, MBPP); documents that contain one are left out")
+    streaming: bool = Field(False, description="read data.buffer documents at a time, for data too large to hold on the disk twice")
+    buffer: Positive = Field(10_000, description="documents of a stream that are split, shuffled and packed together")
+    cache: str = Field("runs/cache", min_length=1, description="folder of prepared rows, by their fingerprint; may be deleted at any time")
 
 
 class Optim(Section):

@@ -1,146 +1,366 @@
-"""Read documents: every file of a folder of source code, or every row of a JSONL file. What is left out is counted by reason."""
+"""Read what `data.train` names, record by record: a folder of source code, data files, or a data set in Hugging Face's format.
 
+A reader can be asked for its position after any record and opened there again. What it leaves out is counted by reason in a
+`Tally`; what stops it is a `Mistake` with file and line.
+"""
+
+import bz2
+import csv
+import glob
+import gzip
 import hashlib
+import io
 import json
-import os
+import lzma
+import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from finetune.mistakes import Mistake, Mistakes
+import zstandard
 
-# What counts as source code or its prose. Data formats are left out: they would drown the code.
-SUFFIXES = set(
-    """.c .cc .cpp .cs .css .cu .cuh .dart .ex .exs .go .h .hpp .hs .html .java .jl .js .jsx .kt .lua .m .md .ml .mm .php .pl .proto
-    .ps1 .py .pyi .r .rb .rs .rst .scala .sh .sql .swift .tf .toml .ts .tsx .vue .yaml .yml .zig""".split()
-)
-# Other people's code and generated files, by the folder's name. Names that begin with a dot are left out too.
-VENDORED = {"node_modules", "site-packages", "vendor", "third_party", "build", "dist", "target", "__pycache__", "runs"}
-LARGEST_BYTES = 1_000_000  # larger source files are nearly always generated
-LONGEST_LINE = 1_000  # characters; longer lines mean minified or embedded data (The Stack's filter, arXiv:2211.15533, section 3)
-TEXT_COLUMNS = ("text", "content")
+from finetune import folder
+from finetune.mistakes import Mistake, Mistakes, near_path
+from finetune.recipe import Source
+
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # a lone name, without an owner, is taken for a mistyped path
+PLACES_KEPT = 5  # of what is left out, to show where to look
+csv.field_size_limit(2**31 - 1)  # what is too large is counted by data.largest_bytes, not refused by the parser
+
+
+@dataclass
+class Tally:
+    """What was read of one source, and what was left out of it, by reason and with the first places."""
+
+    read: int = 0
+    dropped: Counter = field(default_factory=Counter)
+    notes: Counter = field(default_factory=Counter)  # what was kept, and deserves a look
+    places: dict[str, list[str]] = field(default_factory=dict)
+
+    def drop(self, reason: str, where: str, count: int = 1) -> None:
+        self.dropped[reason] += count
+        self._remember(reason, where)
+
+    def note(self, reason: str, where: str) -> None:
+        self.notes[reason] += 1
+        self._remember(reason, where)
+
+    def _remember(self, reason: str, where: str) -> None:
+        places = self.places.setdefault(reason, [])
+        if where and len(places) < PLACES_KEPT:
+            places.append(where)
 
 
 @dataclass(frozen=True)
-class Document:
-    """One file or row: a name that stays the same when others are added, and its text."""
+class Record:
+    """One file of a folder, or one row: where it stands, and its columns by name."""
 
-    name: str
-    text: str
+    where: str
+    columns: dict[str, Any]
+    is_file: bool = False
 
 
-def read_documents(train: str) -> tuple[list[Document], Counter]:
-    """All documents of `data.train` in a stable order, and how many were left out by reason.
+def check_source(source: Source) -> list[Path] | None:
+    """The files that a source names, its folder alone, or None for a data set on the hub. Reads nothing.
+
+    What exists on this machine is never looked for on the hub, nor is anything that looks like a path.
 
     Raises:
-        Mistakes: no such path, a row that is not JSON or has no text column (with file and line), or nothing left to use.
+        Mistakes: there is nothing of that name, or a file that does not hold rows.
     """
-    path, skipped = Path(train).expanduser(), Counter()
+    path = Path(source.source).expanduser()
     if path.is_dir():
-        candidates = _read_folder(path, skipped)
-    elif path.is_file():
-        candidates = _read_jsonl(path, skipped)
-    else:
-        raise Mistakes(Mistake("recipe", "data.train", f"{train} does not exist", f"paths are relative to {Path.cwd()}"))
-    documents, seen = [], set()
-    for document in candidates:
-        digest = hashlib.sha256(document.text.encode("utf-8", "surrogatepass")).digest()
-        if digest in seen:
-            skipped["duplicate"] += 1
-        else:
-            seen.add(digest)
-            documents.append(document)
-    if not documents:
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in skipped.items()) or "it is empty"
-        raise Mistakes(Mistake("recipe", "data.train", f"{train} holds nothing to train on ({reasons})", "point it at source code"))
-    return documents, skipped
+        return [path]
+    files = [path] if path.is_file() else sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+    wrong = next((file for file in files if _suffix(file) not in DATA_SUFFIXES), None)
+    if wrong is not None:
+        what = f"{wrong} is neither a folder nor a file of rows"
+        raise Mistakes(Mistake("recipe", "data.train", what, f"name a folder of code, or {', '.join(DATA_SUFFIXES)} files"))
+    if not files and not looks_like_hub_name(source.source):
+        what = f"{source.source} does not exist, looked for from {Path.cwd()}"
+        raise Mistakes(
+            Mistake("recipe", "data.train", what, near_path(path, "name a folder of code, data files, or owner/name on the hub"))
+        )
+    return files or None
 
 
-def _read_folder(root: Path, skipped: Counter) -> Iterator[Document]:
-    for folder, subfolders, files in os.walk(root):  # symbolic links are not followed
-        kept = [name for name in subfolders if not _is_foreign(Path(folder, name))]
-        if foreign := len(subfolders) - len(kept):
-            skipped["vendored or generated folder"] += foreign
-        subfolders[:] = sorted(kept)
-        for name in sorted(files):
-            path = Path(folder, name)
-            if path.suffix.lower() not in SUFFIXES or name.startswith("."):
-                skipped["not source code"] += 1
-            elif path.is_symlink():
-                skipped["symbolic link"] += 1
-            elif not path.is_file():
-                skipped["not a regular file"] += 1  # a pipe would be waited for
-            elif path.stat().st_size > LARGEST_BYTES:
-                skipped[f"over {LARGEST_BYTES:,} bytes"] += 1
-            else:
-                text, reason = _read_text(path)
-                if reason:
-                    skipped[reason] += 1
-                else:
-                    yield Document(path.relative_to(root).as_posix(), text)
-
-
-def _is_foreign(folder: Path) -> bool:
-    return folder.name.startswith(".") or folder.name in VENDORED or (folder / "pyvenv.cfg").exists() or folder.is_symlink()
-
-
-def _read_text(path: Path) -> tuple[str, str]:
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return "", "not UTF-8"
-    except OSError as error:
-        return "", f"unreadable ({error.strerror})"
-    if "\0" in text:
-        return "", "binary"
-    if not text.strip():
-        return "", "empty"
-    if max(map(len, text.splitlines())) > LONGEST_LINE:
-        return "", f"a line over {LONGEST_LINE:,} characters"
-    return text, ""
-
-
-def _read_jsonl(path: Path, skipped: Counter) -> Iterator[Document]:
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        where = f"{path}:{number}"
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8-sig"))
-        except ValueError:  # JSON and Unicode errors both
-            start = line[:80].decode("utf-8", "replace")
-            raise Mistakes(Mistake(where, "", f"not a line of JSON: {start}", "write one JSON object on each line")) from None
-        columns = list(row) if isinstance(row, dict) else []
-        column = next((name for name in TEXT_COLUMNS if name in columns), None)
-        if column is None:
-            what = f"no column {' or '.join(TEXT_COLUMNS)} (there is {', '.join(columns) or type(row).__name__})"
-            raise Mistakes(Mistake(where, "", what, "rename the column that holds the document to text"))
-        if not isinstance(row[column], str) or not row[column].strip():
-            skipped[f"{column} is empty or not text"] += 1
-        else:
-            yield Document(f"{path.name}:{number}", row[column])
-
-
-def hold_out(documents: list[Document], share: float) -> tuple[list[Document], list[Document]]:
-    """Split into training and held-out documents by a hash of the name, so that adding data moves no document across.
+def open_source(source: Source, tally: Tally, position: Any, largest_bytes: int) -> "FolderReader | FileReader | HubReader":
+    """The reader of one source, at its beginning or at a position that a reader of it gave.
 
     Args:
-        documents: at least two.
-        share: expected share of held-out documents; at least one is held out, and at least one is not.
+        largest_bytes: larger files of a folder are left out unread.
 
     Raises:
-        Mistakes: fewer than two documents.
+        Mistakes: see `check_source`; or a data set that cannot be opened.
     """
-    if len(documents) < 2:
-        raise Mistakes(Mistake("recipe", "data.train", "only one document", "one to train on and one to hold out are needed"))
-    ranked = sorted(documents, key=_place)
-    count = sum(_place(document) < share for document in ranked)
-    count = min(max(count, 1), len(ranked) - 1)
-    held_out = set(id(document) for document in ranked[:count])
-    return [d for d in documents if id(d) not in held_out], [d for d in documents if id(d) in held_out]
+    files = check_source(source)
+    if files is None:
+        return HubReader(source, tally, position)
+    if not files[0].is_dir():
+        return FileReader(files, tally, position)
+    saved = any((files[0] / name).exists() for name in ("state.json", "dataset_dict.json"))
+    return HubReader(source, tally, position, files[0]) if saved else FolderReader(files[0], tally, position, largest_bytes)
 
 
-def _place(document: Document) -> float:
-    """Where in [0, 1) the document's name falls."""
-    return int.from_bytes(hashlib.sha256(document.name.encode("utf-8", "surrogatepass")).digest()[:8], "big") / 2**64
+def looks_like_hub_name(name: str) -> bool:
+    """owner/name, and nothing that a mistyped path would be: no such folder as owner here, no suffix of a data file."""
+    suffixes = Path(name).suffixes
+    is_file = any(suffix.lower() in (*DATA_SUFFIXES, *COMPRESSIONS) for suffix in suffixes[-2:])
+    return bool(HUB_NAME.fullmatch(name)) and not is_file and not Path(name).parent.is_dir()
+
+
+class FolderReader:
+    """The files of a folder of source code, in the order of their paths. Its position is the number of files behind it."""
+
+    def __init__(self, root: Path, tally: Tally, position: int | None, largest_bytes: int):
+        self.root, self.tally, self.place, self.largest_bytes = root, tally, position or 0, largest_bytes
+        # Only the first reading counts what the listing leaves out.
+        self.files = folder.list_files(root, tally.drop if position is None else lambda *_: None)
+
+    def __iter__(self) -> Iterator[Record]:
+        for path in self.files[self.place :]:
+            self.place += 1
+            self.tally.read += 1
+            text, reason = folder.read_text(path, self.largest_bytes)
+            if reason:
+                self.tally.drop(reason, str(path))
+            else:
+                columns = {"content": text, "path": path.relative_to(self.root).as_posix(), "repo_name": self.root.resolve().name}
+                yield Record(str(path), columns, is_file=True)
+
+    def position(self) -> int:
+        return self.place
+
+    def fingerprint(self, with_content: bool) -> str:
+        return _hash_files(self.files, self.root, with_content)
+
+    def size_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.files if path.exists())
+
+
+class FileReader:
+    """Rows of data files, one file after the other. Its position is the file's number, the bytes or rows behind it there, and the lines."""
+
+    def __init__(self, files: list[Path], tally: Tally, position: list[int] | None = None):
+        self.files, self.tally = files, tally
+        self.number, self.offset, self.line = position or (0, 0, 0)
+
+    def __iter__(self) -> Iterator[Record]:
+        while self.number < len(self.files):
+            path = self.files[self.number]
+            read = {".csv": self._csv, ".parquet": self._parquet}.get(_suffix(path), self._json)
+            try:
+                for where, columns in read(path):
+                    self.tally.read += 1
+                    if columns is not None:
+                        yield Record(where, columns)
+            except (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
+                raise Mistakes(Mistake(str(path), "", f"cannot be read ({error})", "correct the file, or name another")) from None
+            self.number, self.offset, self.line = self.number + 1, 0, 0
+
+    def position(self) -> list[int]:
+        return [self.number, self.offset, self.line]
+
+    def fingerprint(self, with_content: bool) -> str:
+        return _hash_files(self.files, None, with_content)
+
+    def size_bytes(self) -> int:
+        return sum(path.stat().st_size * (5 if path.suffix in COMPRESSIONS else 1) for path in self.files)
+
+    def _json(self, path: Path) -> Iterator[tuple[str, dict | None]]:
+        """JSON lines, each read as it comes; or one array, which is read whole."""
+        with _open(path) as file:
+            start = file.read(64)
+            if start.startswith((b"\xff\xfe", b"\xfe\xff")):
+                raise Mistakes(Mistake(str(path), "", "is UTF-16", f"iconv -f UTF-16 -t UTF-8 '{path}' > new{path.suffix}"))
+            if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+                yield from self._array(path, start + file.read())
+                return
+        with _open(path) as file:
+            if path.suffix.lower() in COMPRESSIONS:
+                for skipped in range(0, self.offset, 1 << 20):  # unpacked, since it cannot be sought
+                    file.read(min(1 << 20, self.offset - skipped))
+            else:
+                file.seek(self.offset)
+            while line := file.readline():
+                self.line += 1
+                self.offset += len(line)
+                if line.strip():
+                    where = f"{path}:{self.line}"
+                    yield where, self._row(line, where, is_last=not line.endswith(b"\n"))
+
+    def _array(self, path: Path, content: bytes) -> Iterator[tuple[str, dict | None]]:
+        try:
+            rows = json.loads(content.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise Mistakes(Mistake(str(path), "", f"not JSON ({error})", "correct it there, or write one object a line")) from None
+        for number, row in enumerate(rows[self.offset :], start=self.offset + 1):
+            self.offset = number
+            yield f"{path}:[{number}]", self._as_object(row, f"{path}:[{number}]")
+
+    def _row(self, line: bytes, where: str, is_last: bool) -> dict | None:
+        repeated = []
+
+        def to_dict(pairs: list[tuple[str, Any]]) -> dict:
+            row = dict(pairs)
+            if len(row) != len(pairs):
+                repeated.append(1)
+            return row
+
+        try:
+            row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=to_dict)
+        except UnicodeDecodeError:
+            self.tally.drop("not UTF-8", where)
+            return None
+        except (ValueError, RecursionError) as error:
+            if is_last:
+                self.tally.drop("cut off at the end of the file", where)
+                return None
+            start = line[:80].decode("utf-8", "replace").strip()
+            what = f"not a line of JSON ({getattr(error, 'msg', error)}): {start}"
+            raise Mistakes(Mistake(where, "", what, "write one JSON object on each line")) from None
+        if repeated:
+            self.tally.note("a key twice, the last one counts", where)
+        return self._as_object(row, where)
+
+    def _as_object(self, row: Any, where: str) -> dict | None:
+        if isinstance(row, dict):
+            return row
+        self.tally.drop("not an object", where)
+        return None
+
+    def _csv(self, path: Path) -> Iterator[tuple[str, dict | None]]:
+        with _open(path) as file:
+            # Bytes that are no UTF-8 become surrogates, which are found in the row that they stand in.
+            lines = csv.reader(io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline=""), strict=True)
+            try:
+                header = next(lines, [])
+                for number, cells in enumerate(lines, start=1):
+                    if number <= self.offset:
+                        continue
+                    self.offset = number
+                    where = f"{path}:{lines.line_num}"
+                    if len(cells) == len(header):
+                        yield where, dict(zip(header, cells, strict=True))
+                    elif cells:
+                        self.tally.drop("another number of cells than the header", where)
+                        yield where, None
+            except csv.Error as error:
+                raise Mistakes(Mistake(f"{path}:{lines.line_num}", "", f"not CSV ({error})", "correct that line")) from None
+
+    def _parquet(self, path: Path) -> Iterator[tuple[str, dict | None]]:
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            file = pyarrow.parquet.ParquetFile(path, memory_map=True)
+            first = 0
+            for group in range(file.num_row_groups):
+                count = file.metadata.row_group(group).num_rows
+                if first + count > self.offset:
+                    number = first
+                    for batch in file.iter_batches(batch_size=256, row_groups=[group]):
+                        for row in batch.to_pylist():
+                            number += 1
+                            if number > self.offset:
+                                self.offset = number
+                                yield f"{path}:row {number}", row
+                first += count
+        except pyarrow.ArrowException as error:
+            message = str(error).splitlines()[0]
+            raise Mistakes(Mistake(str(path), "", f"not a whole Parquet file ({message})", "write or download it again")) from None
+
+
+class HubReader:
+    """Rows of a data set in Hugging Face's format, from the hub or saved to disk. Its position is what `datasets` gives.
+
+    Rows are streamed: nothing but what is read goes to the disk.
+    """
+
+    def __init__(self, source: Source, tally: Tally, position: dict | None = None, saved: Path | None = None):
+        import datasets
+
+        self.source, self.tally, self.saved, self.count = source, tally, saved, 0
+        datasets.disable_progress_bars()
+        try:
+            if saved is None:
+                self.rows = datasets.load_dataset(
+                    source.source, source.subset or None, revision=source.revision, split=source.split, streaming=True
+                )
+            else:
+                data = datasets.load_from_disk(str(saved))
+                data = data[source.split] if isinstance(data, datasets.DatasetDict) else data
+                self.rows = data.to_iterable_dataset()
+        except Exception as error:  # of many libraries: the hub's, the reader's, the network's
+            what = (
+                f"{source.source} (split {source.split}) cannot be opened: {str(error).strip().splitlines()[0] if str(error) else error!r}"
+            )
+            fix = "name an existing data set, split and subset; for a gated one accept its terms and set HF_TOKEN"
+            raise Mistakes(Mistake("recipe", "data.train", what, fix)) from None
+        if position:
+            self.count = position["count"]
+            self.rows.load_state_dict(position["rows"])
+
+    def __iter__(self) -> Iterator[Record]:
+        rows = iter(self.rows)
+        while True:
+            try:
+                row = next(rows, None)
+            except Exception as error:  # of the network and of the readers of many formats
+                what = f"reading stopped after row {self.count:,}: {(str(error) or repr(error)).strip().splitlines()[0]}"
+                raise Mistakes(Mistake(self.source.source, "", what, "start again; where it recurs, the data set is damaged")) from None
+            if row is None:
+                return
+            self.count += 1
+            self.tally.read += 1
+            yield Record(f"{self.source.source}:row {self.count}", row)
+
+    def position(self) -> dict:
+        return {"count": self.count, "rows": self.rows.state_dict()}
+
+    def fingerprint(self, with_content: bool) -> str:
+        if self.saved is not None:
+            return _hash_files(sorted(path for path in self.saved.rglob("*") if path.is_file()), self.saved, with_content)
+        from huggingface_hub import HfApi
+
+        try:  # a branch moves; its commit says what was read
+            return HfApi().dataset_info(self.source.source, revision=self.source.revision).sha
+        except Exception:  # without a network, of which each layer has its own error, rows prepared from that branch serve on
+            return self.source.revision
+
+    def size_bytes(self) -> int:
+        return 0  # unknown before it is read
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.stem if path.suffix.lower() in COMPRESSIONS else path.name).suffix.lower()
+
+
+def _open(path: Path) -> BinaryIO:
+    """The content of a file, unpacked as its name says."""
+    if path.suffix.lower() == ".zst":
+        frames = zstandard.ZstdDecompressor().stream_reader(open(path, "rb"), read_across_frames=True, closefd=True)
+        return io.BufferedReader(frames)
+    return {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(path.suffix.lower(), open)(path, "rb")
+
+
+def _hash_files(files: list[Path], root: Path | None, with_content: bool) -> str:
+    """A hash of names with contents, or with sizes and times."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in files:
+        digest.update(f"\0{path.relative_to(root) if root else path.name}\0".encode("utf-8", "surrogateescape"))
+        try:
+            if with_content:
+                with open(path, "rb") as file:
+                    digest.update(hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest())
+            else:
+                status = path.stat()
+                digest.update(f"{status.st_size} {status.st_mtime_ns}".encode())
+        except OSError as error:
+            digest.update(str(error.errno).encode())  # counted when it is read
+    return digest.hexdigest()

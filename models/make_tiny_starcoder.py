@@ -12,7 +12,8 @@ import sysconfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPTBigCodeConfig, PreTrainedTokenizerFast
 
-from finetune.sources import read_documents
+from finetune.recipe import Source
+from finetune.sources import Tally, open_source
 
 SPECIAL_TOKENS = """<|endoftext|> <fim_prefix> <fim_middle> <fim_suffix> <fim_pad> <filename> <gh_stars> <issue_start> <issue_comment>
 <issue_closed> <jupyter_start> <jupyter_text> <jupyter_code> <jupyter_output> <empty_output> <commit_before> <commit_msg>
@@ -55,6 +56,6 @@ def make_config() -> GPTBigCodeConfig:
 
 if __name__ == "__main__":
     folder = sys.argv[1]
-    documents, _ = read_documents(sysconfig.get_path("stdlib"))
-    make_tokenizer([document.text for document in documents]).save_pretrained(folder)
+    records = open_source(Source(source=sysconfig.get_path("stdlib")), Tally(), None, largest_bytes=1_000_000)
+    make_tokenizer([record.columns["content"] for record in records]).save_pretrained(folder)
     make_config().save_pretrained(folder)

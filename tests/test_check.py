@@ -36,7 +36,7 @@ BAD_DEEPSPEED_FILES = {
 BAD_RECIPES = {
     "device_map": ("model.device_map", "remove it"),
     "duplicate_section": ("optim is given twice", "correct that line"),
-    "local_path_missing": ("data.train", "name an existing folder or .jsonl file"),
+    "local_path_missing": ("data.train", "name a folder of code, data files, or owner/name on the hub"),
     "lora_names_partly_unknown": ("method.targets", "it has c_attn, c_fc, c_proj"),
     "not_yaml": ("not valid YAML at line", "correct that line"),
     "python_tag": ("not valid YAML at line", "correct that line"),

@@ -91,7 +91,7 @@ def test_publishing_moves_what_makes_it_loadable_last(tmp_path, monkeypatch):
 
 
 def test_the_card_says_what_it_was_made_from():
-    card = model_card(Recipe(), {"held_out_loss_after": 1.25}, {"documents": 7}, "rank 0")
+    card = model_card(Recipe(), {"eval_loss after": 1.25}, "7 documents", "rank 0")
     _, header, body = card.split("---\n", 2)
     assert yaml.safe_load(header) == {
         "library_name": "peft",
@@ -99,6 +99,6 @@ def test_the_card_says_what_it_was_made_from():
         "tags": ["code", "starcoder"],
         "license": "bigcode-openrail-m",
     }
-    for text in ("A LoRA adapter of `bigcode/starcoder`", "- held_out_loss_after: 1.25", "- documents: 7", "rank 0", "seq_len: 2048"):
+    for text in ("A LoRA adapter of `bigcode/starcoder`", "- eval_loss after: 1.25", "7 documents", "rank 0", "seq_len: 2048"):
         assert text in body
     assert yaml.safe_load(body.partition("```yaml\n")[2].partition("```")[0]) == Recipe().model_dump()

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,7 +14,7 @@ from finetune import attention
 from finetune.loss import count_labels, sum_losses, to_batch
 from finetune.mistakes import Mistakes
 from finetune.model import add_lora, check_first_loss, fetch, load_model, named_trainable, prepare_for_training
-from finetune.packing import pack
+from finetune.packing import IGNORED, Rows
 from finetune.recipe import Memory, Method, Model
 
 CPU = torch.device("cpu")
@@ -31,6 +32,13 @@ def make(config, implementation: str = attention.NAME):
     for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop"):
         setattr(config, name, 0.0)
     return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+
+
+def row_of(*documents: list[int]) -> Rows:
+    """One row of documents that are kept apart."""
+    tokens = np.array([[token for document in documents for token in document]], np.int32)
+    positions = np.array([[place for document in documents for place in range(len(document))]], np.int32)
+    return Rows(tokens, positions, np.where(positions == 0, IGNORED, tokens))
 
 
 def save(folder: Path, config=CONFIGS["multi-query"], shard_size: str = "50GB") -> Path:
@@ -70,16 +78,19 @@ def test_attention_never_asks_the_kernel_to_group_heads(config, monkeypatch):
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_packed_documents_do_not_see_each_other(config):
     model, documents = make(config), [[5, 6, 7, 0], [8, 9, 10, 11, 12, 0], [13, 14, 0]]
-    rows, _ = pack(documents, seq_len=13)
-    together = sum_losses(model, to_batch(rows, CPU))
-    apart = sum(sum_losses(model, to_batch(pack([document], len(document))[0], CPU)) for document in documents)
+    together = sum_losses(model, to_batch(row_of(*documents), CPU))
+    apart = sum(sum_losses(model, to_batch(row_of(document), CPU)) for document in documents)
     torch.testing.assert_close(together, apart, atol=1e-5, rtol=1e-6)
-    assert count_labels(to_batch(rows, CPU)["labels"]).item() == sum(map(len, documents)) - len(documents)
+    batch = to_batch(row_of(*documents), CPU)
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[0]
+    alone = torch.cat([model(torch.tensor([document]), use_cache=False).logits[0] for document in documents])
+    torch.testing.assert_close(logits, alone, atol=1e-5, rtol=1e-5)
+    assert count_labels(batch["labels"]).item() == sum(map(len, documents)) - len(documents)
 
 
 def test_the_loss_is_transformers_own():
     model, ids = make(CONFIGS["multi-query"]), torch.arange(10)[None]
-    batch = to_batch(pack([list(range(10))], 10)[0], CPU)
+    batch = to_batch(row_of(list(range(10))), CPU)
     torch.testing.assert_close(sum_losses(model, batch) / count_labels(batch["labels"]), model(ids, labels=ids).loss)
 
 
@@ -98,7 +109,7 @@ def test_qlora_is_double_quantised_nf4_and_evaluation_does_not_break_training(tm
     state = model.transformer.h[0].attn.c_attn.weight.quant_state
     assert state.quant_type == "nf4" and state.nested
     model = prepare_for_training(model, Method(kind="qlora", rank=2), Memory())
-    batch = to_batch(pack([list(range(10))], 10)[0], CPU)
+    batch = to_batch(row_of(list(range(10))), CPU)
     with torch.no_grad():
         before = sum_losses(model.eval(), batch)
     loss = sum_losses(model.train(), batch)
@@ -117,7 +128,7 @@ def test_activations_are_checkpointed_only_as_asked(tmp_path):
 def test_dropouts_of_the_base_are_off(tmp_path):
     config = GPTBigCodeConfig(n_embd=32, n_layer=1, n_head=4, vocab_size=100, resid_pdrop=0.5)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    batch, model = to_batch(pack([list(range(10))], 10)[0], CPU), load(tmp_path).train()
+    batch, model = to_batch(row_of(list(range(10))), CPU), load(tmp_path).train()
     assert sum_losses(model, batch) == sum_losses(model, batch)
 
 

@@ -240,7 +240,7 @@ def test_a_missing_data_path_is_never_a_hub_name(find, tmp_path, monkeypatch):
     near = find(SMALL, "data.train=dta/train.jsonl", on=PLAIN, machine="1xT4", recipe=case)
     one(near, f"looked for from {tmp_path}: did you mean data?")
     (tmp_path / "data/notes.txt").write_text("")
-    one(find(SMALL, "data.train=data/notes.txt", on=PLAIN, machine="1xT4", recipe=case), "neither a folder nor a .jsonl file")
+    one(find(SMALL, "data.train=data/notes.txt", on=PLAIN, machine="1xT4", recipe=case), "neither a folder nor a file of rows")
 
 
 @pytest.mark.parametrize(

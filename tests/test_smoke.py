@@ -49,6 +49,8 @@ def test_it_lowered_the_held_out_loss(smoke):
     losses = [line["eval_loss"] for line in metrics if "eval_loss" in line]
     assert len(losses) == 3  # before, at 10 and at 20
     assert losses[-1] < losses[0] - 0.1
+    infilling = [line["infilling_loss"] for line in metrics if "infilling_loss" in line]
+    assert len(infilling) == 3 and infilling[-1] < infilling[0] - 0.1
     assert [line["step"] for line in metrics] == list(range(21))
     for line in metrics[1:]:
         assert {"loss", "lr", "grad_norm", "tokens_per_second", "tokens", "skipped_steps", "peak_allocated_bytes"} <= set(line)
@@ -64,15 +66,21 @@ def test_its_adapter_loads_onto_the_base_and_gives_the_same_loss(smoke):
 
 def test_it_left_what_belongs_to_a_result(smoke):
     _, out, _, _ = smoke
-    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "recipe.yaml", "README.md", "metrics.jsonl"} <= {
-        path.name for path in out.iterdir()
-    }
+    assert {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+        "recipe.yaml",
+        "README.md",
+        "metrics.jsonl",
+        "data.json",
+    } <= {path.name for path in out.iterdir()}
     assert not (out / UNFINISHED).exists()
     assert list(out.rglob("events.out.tfevents*")), "TensorBoard is the default tracker"
     config = json.loads((out / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], sorted(config["target_modules"])) == (8, 16, ["c_attn", "c_fc", "c_proj"])
     card = (out / "README.md").read_text()
-    assert "held_out_loss_after" in card and "models/tiny-starcoder" in card and "imbalance" in card
+    assert "eval_loss after" in card and "models/tiny-starcoder" in card and "imbalance" in card
 
 
 def test_its_console_is_quiet_and_ends_with_the_table(smoke):
@@ -84,7 +92,7 @@ def test_its_console_is_quiet_and_ends_with_the_table(smoke):
     for start in starts:
         assert [line.split()[0] for line in lines[start + 1 : start + 5]] == ["0", "1", "2", "3"]
         assert lines[start + 5].startswith("imbalance: memory")
-    for text in ("before training: def read_jsonl", "after training: def read_jsonl", "held-out loss"):
+    for text in ("before training: def read_jsonl", "after training: def read_jsonl", "eval_loss", "infilling_loss", "[[ ]] is not"):
         assert done.stdout.count(text) >= 1
     noise = [line for line in (done.stdout + done.stderr).splitlines() if "Warning" in line or "Setting accelerator" in line]
     # What torchrun and DeepSpeed print in the launcher's own process, before train.py, is not ours.

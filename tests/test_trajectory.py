@@ -32,9 +32,10 @@ def data(tmp_path_factory):
 
 def case(data, out, method: str, micro_batch: int, processes: int, *overrides: str, fault: str | None = None) -> dict:
     arguments = ["recipes/smoke.yaml", f"data.train={data}", f"run.out={out}", f"method.kind={method}", "run.trackers=[]"]
+    arguments += [f"data.cache={data.parent / 'cache'}"]
     arguments += [f"optim.steps={STEPS}", "optim.warmup_steps=2", f"optim.micro_batch={micro_batch}", "optim.weight_decay=0.1"]
     arguments += [f"optim.grad_accum={BATCH_ROWS // micro_batch // processes}", "optim.clip=0.5", "data.seq_len=32", "data.eval_rows=5"]
-    arguments += ["optim.lr=1e-3" if method == "full" else "optim.lr=1e-2", "run.eval_every=1000", "run.sample_tokens=0"]
+    arguments += ["optim.lr=1e-3" if method == "full" else "optim.lr=5e-3", "run.eval_every=1000", "run.sample_tokens=0"]
     arguments += ["method.targets=[]"] if method == "full" else []
     return {"arguments": arguments + list(overrides), "fault": fault}
 
