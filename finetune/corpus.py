@@ -439,7 +439,11 @@ class _Maker:
         places = [place for tally in tallies for places in tally.places.values() for place in places][:3]
         names = ", ".join(source.source for source in self.data.train)
         what = f"{names}: {what} (left out: {reasons}{'; see ' if places else ''}{', '.join(places)})"
-        return Mistakes(Mistake("recipe", "data.train", what, "name more data, or raise data.seq_len where it is too long"))
+        fix = "name more data, or raise data.seq_len where it is too long" + ("; or raise data.buffer" if self.data.streaming else "")
+        for source in self.data.train:
+            if rows := sources.data_files(source):
+                fix = f"a folder is read as source code; its rows are read by name: data.train='{rows}'"
+        return Mistakes(Mistake("recipe", "data.train", what, fix))
 
 
 def _facts(tally: Tally) -> dict[str, Any]:

@@ -251,6 +251,12 @@ def all_keys() -> list[str]:
 
 def _explain(where: str, key: str, entry: dict[str, Any]) -> Mistake:
     kind, context, given = entry["type"], entry.get("ctx", {}), entry.get("input")
+    in_source = re.match(r"data\.train\.\d+(\.|$)", key)
+    if in_source and kind == "model_type":
+        return Mistake(where, key, f"a path or a hub name is expected, not {given!r}", "or {source: NAME, ...}")
+    if in_source and kind == "extra_forbidden":
+        near = difflib.get_close_matches(key[in_source.end() :], Source.model_fields, n=1)
+        return Mistake(where, key, "no such key", f"did you mean {near[0]}?" if near else f"a source has {', '.join(Source.model_fields)}")
     if kind in ("extra_forbidden", "invalid_key"):
         return Mistake(where, key, "no such key", _nearest(key))
     if kind == "model_type":
@@ -260,8 +266,9 @@ def _explain(where: str, key: str, entry: dict[str, Any]) -> Mistake:
         near = difflib.get_close_matches(str(given), re.findall(r"'(\w+)'", context["expected"]), n=1)
         return Mistake(where, key, f"{given!r} is none of {context['expected']}", f"did you mean {near[0]}?" if near else "choose one")
     section, _, name = key.partition(".")
-    field = Recipe.model_fields[section].annotation.model_fields.get(name.split(".")[0])
-    return Mistake(where, key, what, f"{name.split('.')[0]} is {field.description}" if field else "correct it")
+    name = key[in_source.end() :] if in_source else name.split(".")[0]
+    field = (Source if in_source else Recipe.model_fields[section].annotation).model_fields.get(name)
+    return Mistake(where, key, what, f"{name} is {field.description}" if field else "correct it")
 
 
 def _nearest(key: str) -> str:

@@ -77,7 +77,7 @@ def check_source(source: Source) -> list[Path] | None:
     if path.is_dir():
         return [path]
     files = [path] if path.is_file() else sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
-    wrong = next((file for file in files if _suffix(file) not in DATA_SUFFIXES), None)
+    wrong = next((file for file in files or [path] if file.exists() and (_suffix(file) not in DATA_SUFFIXES or not file.is_file())), None)
     if wrong is not None:
         what = f"{wrong} is neither a folder nor a file of rows"
         raise Mistakes(Mistake("recipe", "data.train", what, f"name a folder of code, or {', '.join(DATA_SUFFIXES)} files"))
@@ -114,27 +114,38 @@ def looks_like_hub_name(name: str) -> bool:
     return bool(HUB_NAME.fullmatch(name)) and not is_file and not Path(name).parent.is_dir()
 
 
-class FolderReader:
-    """The files of a folder of source code, in the order of their paths. Its position is the number of files behind it."""
+def data_files(source: Source) -> str:
+    """A pattern for the files of rows in a folder that was named as source code, or "" where there are none."""
+    folders = Path(source.source).expanduser()
+    suffixes = sorted({path.suffix for path in folders.iterdir() if path.suffix in DATA_SUFFIXES}) if folders.is_dir() else []
+    return f"{source.source.rstrip('/')}/*{suffixes[0]}" if suffixes else ""
 
-    def __init__(self, root: Path, tally: Tally, position: int | None, largest_bytes: int):
-        self.root, self.tally, self.place, self.largest_bytes = root, tally, position or 0, largest_bytes
+
+class FolderReader:
+    """The files of a folder of source code, in the order of their paths. Its position is the path of the last one read."""
+
+    def __init__(self, root: Path, tally: Tally, position: str | None, largest_bytes: int):
+        self.root, self.tally, self.last, self.largest_bytes = root, tally, position, largest_bytes
         # Only the first reading counts what the listing leaves out.
         self.files = folder.list_files(root, tally.drop if position is None else lambda *_: None)
 
     def __iter__(self) -> Iterator[Record]:
-        for path in self.files[self.place :]:
-            self.place += 1
+        for path in self.files:
+            if self.last is not None and path <= self.root / self.last:
+                continue
+            relative = path.relative_to(self.root).as_posix()
+            self.last = relative
             self.tally.read += 1
             text, reason = folder.read_text(path, self.largest_bytes)
             if reason:
                 self.tally.drop(reason, str(path))
             else:
-                columns = {"content": text, "path": path.relative_to(self.root).as_posix(), "repo_name": self.root.resolve().name}
-                yield Record(str(path), columns, is_file=True)
+                columns = {"content": text, "path": relative, "repo_name": self.root.resolve().name}
+                # Names may be any bytes; what is kept of them is text.
+                yield Record(_as_text(str(path)), {name: _as_text(value) for name, value in columns.items()}, is_file=True)
 
-    def position(self) -> int:
-        return self.place
+    def position(self) -> str | None:
+        return self.last
 
     def fingerprint(self, with_content: bool) -> str:
         return _hash_files(self.files, self.root, with_content)
@@ -144,11 +155,14 @@ class FolderReader:
 
 
 class FileReader:
-    """Rows of data files, one file after the other. Its position is the file's number, the bytes or rows behind it there, and the lines."""
+    """Rows of data files, one file after the other. Its position is the file, the bytes or rows behind it there, and the lines."""
 
-    def __init__(self, files: list[Path], tally: Tally, position: list[int] | None = None):
+    def __init__(self, files: list[Path], tally: Tally, position: list | None = None):
         self.files, self.tally = files, tally
-        self.number, self.offset, self.line = position or (0, 0, 0)
+        name, self.offset, self.line = position or (str(files[0]), 0, 0)
+        if Path(name) not in files:
+            raise Mistakes(Mistake(name, "", "is gone, and was being read", "put it back"))
+        self.number = files.index(Path(name))
 
     def __iter__(self) -> Iterator[Record]:
         while self.number < len(self.files):
@@ -163,8 +177,8 @@ class FileReader:
                 raise Mistakes(Mistake(str(path), "", f"cannot be read ({error})", "correct the file, or name another")) from None
             self.number, self.offset, self.line = self.number + 1, 0, 0
 
-    def position(self) -> list[int]:
-        return [self.number, self.offset, self.line]
+    def position(self) -> list:
+        return [str(self.files[self.number]), self.offset, self.line]
 
     def fingerprint(self, with_content: bool) -> str:
         return _hash_files(self.files, None, with_content)
@@ -335,6 +349,10 @@ class HubReader:
 
     def size_bytes(self) -> int:
         return 0  # unknown before it is read
+
+
+def _as_text(name: str) -> str:
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _suffix(path: Path) -> str:

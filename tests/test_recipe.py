@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.mistakes import Mistakes
-from finetune.recipe import Recipe, all_keys, dump_recipe, load_recipe
+from finetune.recipe import Recipe, Source, all_keys, dump_recipe, load_recipe
 
 CASES = Path("tests/cases/recipes")
 
@@ -134,6 +134,28 @@ sections = {
     "data": st.fixed_dictionaries({}, optional={"fim_rate": st.floats(0, 1), "seq_len": st.integers(8, 10**5)}),
     "run": st.fixed_dictionaries({}, optional={"sample": st.text(min_size=1) | st.just("\x85\u2028 x"), "trackers": st.just([])}),
 }
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("5", "data.train.0: a path or a hub name is expected, not 5"),
+        ("[]", r"data.train: \[\]: value should have at least 1 item"),
+        ("{source: x, weigth: 2}", "data.train.0.weigth: no such key: did you mean weight?"),
+        ("{source: x, zzz: 2}", "data.train.0.zzz: no such key: a source has source, weight, format"),
+        ("{weight: 2}", "data.train.0.source: .*field required: source is a folder of source code"),
+        ("[{source: a, weight: -1.0}, b]", "data.train.0.weight: -1.0: input should be greater than 0: weight is how often"),
+        ("{source: a, format: mesages}", "data.train.0.format: 'mesages' is none of .*: did you mean messages?"),
+    ],
+)
+def test_mistakes_of_a_source_are_explained(value, expected):
+    with pytest.raises(Mistakes, match=expected):
+        load_recipe("recipes/smoke.yaml", [f"data.train={value}"])
+
+
+def test_sources_are_written_short_or_in_full():
+    for value in ("a", "[a]", "{source: a}", "[{source: a, weight: 1.0}]"):
+        assert load_recipe("recipes/smoke.yaml", [f"data.train={value}"]).data.train == [Source(source="a")]
 
 
 @given(st.fixed_dictionaries({}, optional=sections))

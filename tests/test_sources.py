@@ -278,6 +278,47 @@ def test_a_checkout_gives_what_git_tracks_and_other_folders_what_gitignore_leave
     assert names() == ["out/tracked.py", "sub/a.py"]
 
 
+def test_names_may_be_any_bytes(tmp_path):
+    root = tmp_path / "code"
+    root.mkdir()
+    for number, name in enumerate([b"a.py", b"\xff\xfe.py", "né日.py".encode(), b"new\nline.py"]):
+        (root / os.fsdecode(name)).write_text(f"x = {number}\n")
+    for settings in ({}, {"streaming": True, "buffer": 3}):
+        corpus = make(tmp_path, {"source": str(root), "format": "repository"}, **settings)
+        corpus.batch(0, 8, 0, 1, 1)
+        assert source_of(corpus)["read"] >= 4 and source_of(corpus)["dropped"].get("not UTF-8") is None
+
+
+def test_rows_in_a_folder_are_pointed_at(tmp_path):
+    (tmp_path / "rows").mkdir()
+    write_functions(tmp_path / "rows" / "a.jsonl", 9)
+    with pytest.raises(Mistakes, match=r"its rows are read by name: data.train='.*/rows/\*.jsonl'"):
+        make(tmp_path, str(tmp_path / "rows"))
+
+
+def test_a_pipe_is_no_file_of_rows(tmp_path):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    for name in (tmp_path / "rows.jsonl", "/dev/null"):
+        with pytest.raises(Mistakes, match="neither a folder nor a file of rows"):
+            make(tmp_path, str(name))
+
+
+def test_a_stream_goes_on_by_name_when_the_folder_changes(tmp_path):
+    for name in "bcd":
+        (tmp_path / f"{name}.py").write_text(f"{name} = 1\n")
+    reader = open_source(Source(source=str(tmp_path)), Tally(), None, 10**6)
+    rows = iter(reader)
+    next(rows), next(rows)
+    (tmp_path / "a.py").write_text("a = 1\n")
+    assert [record.columns["path"] for record in open_source(Source(source=str(tmp_path)), Tally(), reader.position(), 10**6)] == ["d.py"]
+    one = write_functions(tmp_path / "one.jsonl", 3)
+    reader = open_source(Source(source=one), Tally(), None, 10**6)
+    next(iter(reader))
+    Path(one).rename(tmp_path / "two.jsonl")
+    with pytest.raises(Mistakes, match="one.jsonl: is gone, and was being read"):
+        open_source(Source(source=str(tmp_path / "*.jsonl")), Tally(), reader.position(), 10**6)
+
+
 def test_a_file_that_vanishes_is_counted(tmp_path):
     for name in "abc":
         (tmp_path / f"{name}.py").write_text(f"{name} = 1\n")
