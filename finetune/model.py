@@ -25,7 +25,10 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from finetune import attention, recipe
+from finetune.lora import use_lean_forward
+from finetune.loss import use_loss_head
 from finetune.mistakes import Mistake, Mistakes
+from finetune.offload import offload_checkpoints
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 WEIGHTS = "*.safetensors"
@@ -255,7 +258,9 @@ def add_lora(model: PreTrainedModel, method: recipe.Method) -> PeftModel:
         target_modules=method.targets or names,
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, config)  # adapters of a 16-bit base are made fp32 (autocast_adapter_dtype)
+    network = get_peft_model(model, config)  # adapters of a 16-bit base are made fp32 (autocast_adapter_dtype)
+    use_lean_forward(network)
+    return network
 
 
 def prepare_for_training(model: PreTrainedModel, method: recipe.Method, memory: recipe.Memory) -> torch.nn.Module:
@@ -265,9 +270,12 @@ def prepare_for_training(model: PreTrainedModel, method: recipe.Method, memory: 
         Mistakes: see `add_lora`.
     """
     model.config.use_cache = False
+    use_loss_head(model)
     if memory.checkpoint_activations:
         # Non-reentrant: the frozen first layer's input needs no gradient, and DDP never sees a parameter twice.
         model.activation_checkpointing_enable({"use_reentrant": False})
+        if memory.offload_activations:
+            offload_checkpoints(model)
     trainable = model.requires_grad_(True) if method.kind == "full" else add_lora(model, method)
     return trainable.train()
 

@@ -106,6 +106,7 @@ class Optim(Section):
 
 class Memory(Section):
     checkpoint_activations: bool = Field(True, description="keep a layer's input alone and recompute the layer in the backward pass")
+    offload_activations: bool = Field(False, description="keep those inputs in pinned host memory; for long rows")
 
 
 class Run(Section):
@@ -217,6 +218,9 @@ def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Recipe:
     if recipe.optim.warmup_steps >= recipe.optim.steps:
         what = f"{recipe.optim.warmup_steps} is not less than optim.steps ({recipe.optim.steps})"
         mistakes.append(Mistake(str(path), "optim.warmup_steps", what, "the rate would never reach its peak; lower it"))
+    if recipe.memory.offload_activations and not recipe.memory.checkpoint_activations:
+        what = "it is the checkpointed inputs that go to the host, and memory.checkpoint_activations is off"
+        mistakes.append(Mistake(str(path), "memory.offload_activations", what, "set both, or neither"))
     if recipe.model.random_weights and recipe.method.kind == "qlora":
         what = "random weights are not quantised: 4-bit weights are made while a checkpoint is read"
         mistakes.append(Mistake(str(path), "model.random_weights", what, "set method.kind to lora or full"))

@@ -1,6 +1,7 @@
 """The model: attention and loss against transformers' own, documents that do not see each other, loading that compares everything."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -10,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPTBigCodeConfig, Starcoder2Config
 
-from finetune import attention
-from finetune.loss import count_labels, sum_losses, to_batch
+from finetune import attention, loss
+from finetune import model as model_module
+from finetune.loss import count_labels, sum_losses, to_batch, use_loss_head
 from finetune.mistakes import Mistakes
 from finetune.model import add_lora, check_first_loss, fetch, load_model, named_trainable, prepare_for_training
 from finetune.packing import IGNORED, Rows
@@ -26,12 +28,16 @@ CONFIGS = {
     ),
 }
 
+WINDOWED = Starcoder2Config(**(CONFIGS["grouped-query"].to_dict() | {"sliding_window": 4}))
+
 
 def make(config, implementation: str = attention.NAME):
     torch.manual_seed(0)
     for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop"):
         setattr(config, name, 0.0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    use_loss_head(model)
+    return model
 
 
 def row_of(*documents: list[int]) -> Rows:
@@ -66,13 +72,76 @@ def test_attention_never_asks_the_kernel_to_group_heads(config, monkeypatch):
     asked = []
     original = torch.nn.functional.scaled_dot_product_attention
 
-    def watch(query, key, value, **options):
+    def watch(query, key, value, *positional, **options):
         asked.append((query.shape[1] == key.shape[1] == value.shape[1], options.get("enable_gqa", False)))
-        return original(query, key, value, **options)
+        return original(query, key, value, *positional, **options)
 
     monkeypatch.setattr(attention, "scaled_dot_product_attention", watch)
     make(config)(torch.arange(12)[None])
     assert asked == [(True, False)] * 2
+
+
+def gradients(model) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("shared", [1, 6, 512])
+@pytest.mark.parametrize("config", [*CONFIGS.values(), WINDOWED], ids=[*CONFIGS, "sliding window"])
+def test_blocks_are_a_dense_mask(config, shared, monkeypatch):
+    """Two rows of documents of all lengths against transformers' eager attention under its own mask: loss and every gradient."""
+    monkeypatch.setattr(attention, "SHARED_TOKENS", shared)
+    rows = [
+        row_of(*([token] * length for token, length in enumerate(lengths, 1))) for lengths in ([1, 2, 3, 7, 1, 10], [24], [5] * 4 + [4])
+    ]
+    rows = Rows(*(np.concatenate(arrays) for arrays in zip(*(vars(row).values() for row in rows), strict=True)))
+    batch = to_batch(rows, CPU)
+    model = make(config)
+    sum_losses(model, batch).backward()
+    eager = make(config, "eager")
+    logits = eager(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[:, :-1].flatten(0, 1)
+    torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:].flatten(), ignore_index=IGNORED, reduction="sum").backward()
+    for ours, theirs in zip(gradients(model), gradients(eager), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    assert (shared == 1) == all(block.mask is None for block in batch["blocks"])
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 512])
+@pytest.mark.parametrize("trainable_head", [True, False])
+def test_the_chunked_loss_is_the_plain_one(chunk, trainable_head, monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_TOKENS", chunk)
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 9, 16, requires_grad=True)
+    head = torch.nn.Linear(16, 50, bias=False).requires_grad_(trainable_head)
+    labels = torch.randint(0, 50, (2, 9))
+    labels[0, 3:6] = labels[1, 0] = IGNORED
+    plain = torch.nn.functional.cross_entropy(head(hidden)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    wanted = [hidden, head.weight] if trainable_head else [hidden]
+    expected = torch.autograd.grad(plain * 3, wanted)
+    widest, logsumexp = [], torch.Tensor.logsumexp
+    monkeypatch.setattr(torch.Tensor, "logsumexp", lambda self, **options: widest.append(len(self)) or logsumexp(self, **options))
+    head.__class__ = loss.LossHead
+    with head.answering_with_the_loss(labels):
+        ours = head(hidden)
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(torch.autograd.grad(ours * 3, wanted), expected)
+    assert max(widest) <= chunk
+    assert head(hidden).shape == (2, 9, 50), "logits again"
+    with torch.no_grad(), head.answering_with_the_loss(labels):
+        torch.testing.assert_close(head(hidden), plain.detach())
+
+
+def test_the_chunked_loss_computes_in_half_precision_and_sums_in_single():
+    torch.manual_seed(0)
+    hidden, head = torch.randn(1, 40, 32, requires_grad=True), loss.LossHead(32, 60, bias=False)
+    labels = torch.randint(0, 60, (1, 40))
+    plain = torch.nn.functional.cross_entropy(head(hidden)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    with torch.autocast("cpu", torch.bfloat16), head.answering_with_the_loss(labels):
+        ours = head(hidden)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, plain, rtol=1e-2, atol=0.1)
+    for one, other in zip(torch.autograd.grad(ours, [hidden, head.weight]), torch.autograd.grad(plain, [hidden, head.weight]), strict=True):
+        assert one.dtype == other.dtype == torch.float32
+        assert (one - other).norm() / other.norm() < 1e-2
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -82,7 +151,8 @@ def test_packed_documents_do_not_see_each_other(config):
     apart = sum(sum_losses(model, to_batch(row_of(document), CPU)) for document in documents)
     torch.testing.assert_close(together, apart, atol=1e-5, rtol=1e-6)
     batch = to_batch(row_of(*documents), CPU)
-    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[0]
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids", "blocks")}
+    logits = model(**inputs, attention_mask=torch.empty(1, 1, 1, 1), use_cache=False).logits[0]
     alone = torch.cat([model(torch.tensor([document]), use_cache=False).logits[0] for document in documents])
     torch.testing.assert_close(logits, alone, atol=1e-5, rtol=1e-5)
     assert count_labels(batch["labels"]).item() == sum(map(len, documents)) - len(documents)
@@ -118,6 +188,54 @@ def test_qlora_is_double_quantised_nf4_and_evaluation_does_not_break_training(tm
     assert all(parameter.grad is not None for parameter in named_trainable(model).values())
 
 
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_lean_lora_forward_is_peft_s(tmp_path, kind, autocast, monkeypatch):
+    batch, results = to_batch(row_of(list(range(10))), CPU), []
+    save(tmp_path)
+    for lean in (False, True):
+        if not lean:
+            monkeypatch.setattr(model_module, "use_lean_forward", lambda network: 0)
+        network = prepare_for_training(load(tmp_path, kind), Method(kind=kind, rank=2), Memory())
+        monkeypatch.undo()
+        torch.manual_seed(1)
+        for parameter in named_trainable(network).values():
+            torch.nn.init.normal_(parameter, std=0.1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = sum_losses(network, batch)
+        loss.backward()
+        results.append((loss, [parameter.grad for parameter in named_trainable(network).values()]))
+    (theirs, their_gradients), (ours, our_gradients) = results
+    torch.testing.assert_close(ours, theirs, rtol=2e-3 if autocast else 1e-6, atol=0.0)
+    for one, other in zip(our_gradients, their_gradients, strict=True):
+        assert one.norm() > 0 and (one - other).norm() / other.norm() < (0.05 if autocast else 1e-5)
+    with network.disable_adapter(), torch.no_grad():
+        base = make(CONFIGS["multi-query"])(batch["input_ids"]).logits
+        torch.testing.assert_close(network(batch["input_ids"]).logits, base, rtol=0.2, atol=0.2 if kind == "qlora" else 1e-5)
+
+
+def test_a_lora_layer_keeps_its_input_once_and_in_the_precision_of_the_computation(tmp_path):
+    network = prepare_for_training(load(save(tmp_path)), Method(rank=2), Memory(checkpoint_activations=False))
+    layer = next(module for module in network.modules() if hasattr(module, "lora_A"))
+    kept = []
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(torch.randn(3, 5, 32, requires_grad=True))
+    wide = {t.data_ptr() for t in kept if t.shape[-1] == 32 and t.numel() == 3 * 5 * 32}
+    assert len(wide) == 1 and all(t.dtype == torch.bfloat16 for t in kept if t.data_ptr() in wide)
+
+
+def test_recomputation_of_a_4_bit_layer_leaves_out_its_last_product(tmp_path):
+    network = prepare_for_training(load(save(tmp_path), "qlora"), Method(kind="qlora", rank=2), Memory())
+    for parameter in named_trainable(network).values():
+        torch.nn.init.normal_(parameter, std=0.1)
+    calls = Counter()
+    for name, module in network.named_modules():
+        if name.endswith("base_layer"):
+            module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    sum_losses(network, to_batch(row_of(list(range(10))), CPU)).backward()
+    assert {name: count for name, count in calls.items() if count != (1 if "mlp.c_proj" in name else 2)} == {}
+
+
 def test_activations_are_checkpointed_only_as_asked(tmp_path):
     model = load(save(tmp_path))
     on = prepare_for_training(model, Method(rank=2), Memory())
@@ -129,6 +247,7 @@ def test_dropouts_of_the_base_are_off(tmp_path):
     config = GPTBigCodeConfig(n_embd=32, n_layer=1, n_head=4, vocab_size=100, resid_pdrop=0.5)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     batch, model = to_batch(row_of(list(range(10))), CPU), load(tmp_path).train()
+    use_loss_head(model)
     assert sum_losses(model, batch) == sum_losses(model, batch)
 
 
@@ -215,9 +334,9 @@ def test_a_model_that_cannot_be_downloaded_says_what_to_do(monkeypatch, error, k
 def test_weights_that_know_less_than_nothing_are_refused():
     check_first_loss(8.0, 4096, Model(name="x"))
     check_first_loss(9.0, 4096, Model(name="x", random_weights=True))
-    for loss in (8.4, float("nan")):
+    for bad in (8.4, float("nan")):
         with pytest.raises(Mistakes, match="before the first step"):
-            check_first_loss(loss, 4096, Model(name="x"))
+            check_first_loss(bad, 4096, Model(name="x"))
 
 
 def test_the_tiny_starcoder_is_one():
