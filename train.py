@@ -10,11 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-from finetune.launch import Launch, find_launch, parent_command_lines
+from finetune.launch import Launch, check_environment, find_launch, parent_command_lines
 from finetune.machine import this_machine
-from finetune.mistakes import Mistakes, exit_with
+from finetune.mistakes import Mistakes, exit_with, file_errors_are_mistakes
 from finetune.preflight import find_mistakes, find_notes, precision
-from finetune.quiet import silence
+from finetune.quiet import end_with_parent, silence
 from finetune.recipe import Recipe, load_recipe
 
 FLAGSHIP = "recipes/starcoder-lora.yaml"
@@ -33,13 +33,15 @@ def check(arguments: list[str]) -> tuple[Recipe, Launch, str]:
     except Mistakes as error:
         mistakes += error.mistakes
     try:
+        check_environment(os.environ)
         launch = find_launch(os.environ, parent_command_lines(), has_gpus=bool(machine.gpus))
     except Mistakes as error:
         mistakes += error.mistakes
     if recipe and launch:
         # The rehearsal of a large launch puts several ranks on one GPU on purpose.
         rehearsal = os.environ.get("FINETUNE_REHEARSAL") == "1"
-        mistakes += find_mistakes(recipe, launch, machine, path, rehearsal)
+        with file_errors_are_mistakes():
+            mistakes += find_mistakes(recipe, launch, machine, path, rehearsal)
     if mistakes:
         raise Mistakes(*mistakes)
     return recipe, launch, precision(recipe, launch, machine)
@@ -67,14 +69,15 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
 
     optim, run, out = recipe.optim, recipe.run, Path(recipe.run.out)
 
-    checkpoint.make_folder(out)
+    lock = checkpoint.take_folder(out)
 
     # Data. Prepared once, by the rank that comes first, and before there are collectives that could wait for it.
     folder = model.fetch(recipe.model)
     shape = read_shape(folder)
+    model.check_config(folder)
     tokenizer = model.load_tokenizer(folder)
     data = corpus.prepare(recipe.data, tokenizer, run.seed, shape.positions, shape.vocab_size)
-    check_sample(tokenizer, run, shape.positions)
+    check_sample(tokenizer, run, shape)
 
     # Processes.
     accelerator = distributed.start(recipe, launch, precision)
@@ -177,6 +180,7 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
     if is_main:
         data.write_manifest(out)  # again: a stream has been read further
         checkpoint.publish_result(out)
+    lock.release()
     metrics.close()
     accelerator.print(f"\n{ranks}")
     if run.sample_tokens:
@@ -189,6 +193,7 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
 
 def main() -> None:
     silence()
+    end_with_parent()
     # A row length that needs new block sizes must not fail for memory that is reserved and unused. Read when torch starts CUDA.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     try:
@@ -197,6 +202,8 @@ def main() -> None:
         exit_with(error)
     except KeyboardInterrupt:
         sys.exit("stopped; no result was written")
+    except BrokenPipeError:  # whoever read the output has gone
+        os._exit(1)
 
 
 if __name__ == "__main__":

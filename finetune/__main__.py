@@ -1,11 +1,14 @@
 """`python -m finetune COMMAND`: everything but training."""
 
 import argparse
+import os
+import sys
 
 from finetune.launch import examine_launch
 from finetune.machine import Machine, describe_machine, this_machine
-from finetune.mistakes import Mistakes, exit_with
+from finetune.mistakes import Mistakes, exit_with, file_errors_are_mistakes
 from finetune.preflight import find_launch_mistakes, find_mistakes, find_notes, precision
+from finetune.quiet import silence
 from finetune.recipe import load_recipe
 
 
@@ -23,7 +26,7 @@ def check(arguments: argparse.Namespace) -> None:
     launch, launch_mistakes = examine_launch(arguments.launch)
     mistakes += launch_mistakes
     try:
-        machine = describe_machine(arguments.machine) if arguments.machine else this_machine()
+        machine = describe_machine(arguments.machine) if arguments.machine is not None else this_machine()
     except Mistakes as error:
         raise Mistakes(*mistakes, *error.mistakes) from None
     if launch is not None:
@@ -75,10 +78,15 @@ def parse_arguments(command_line: list[str] | None = None) -> argparse.Namespace
 
 def main() -> None:
     arguments = parse_arguments()
+    silence()
     try:
-        arguments.run(arguments)
+        with file_errors_are_mistakes():
+            arguments.run(arguments)
+        sys.stdout.flush()
     except Mistakes as error:
         exit_with(error)
+    except BrokenPipeError:  # whoever read the output has gone
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -11,29 +11,35 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
 from finetune.mistakes import Mistake, Mistakes
 from finetune.model import DTYPES, named_trainable, weight_files, whole_shape
+from finetune.preflight import RUN_MARK
 from finetune.recipe import Recipe, dump_recipe
 
 UNFINISHED = ".unfinished"
 
 
-def make_folder(out: Path) -> None:
-    """Make `run.out` and see that it takes files.
+def take_folder(out: Path) -> FileLock:
+    """Make `run.out`, see that it takes files, and lock it for this run, on rank 0. The system releases it when the process ends.
 
     Raises:
-        Mistakes: it does not.
+        Mistakes: it cannot be written, or another run is writing there.
     """
-    probe = out / f".writable-{os.getpid()}"
+    lock = FileLock(str(out / RUN_MARK))
     try:
         out.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"1")
-        probe.unlink()
+        if os.environ.get("RANK", "0") == "0":
+            lock.acquire(timeout=0)
+            (out / RUN_MARK).write_bytes(b"1\n")  # as much as shows that the disk takes something
+    except Timeout:
+        raise Mistakes(Mistake("recipe", "run.out", f"another run is writing to {out}", "name another folder, or wait for it")) from None
     except OSError as error:
         what = f"{out} cannot be written ({error.strerror})"
         raise Mistakes(Mistake("recipe", "run.out", what, "name a folder on a disk with room that you may write to")) from None
+    return lock
 
 
 def gather_trainable(accelerator: Accelerator, model: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -78,7 +84,7 @@ def write_result(accelerator: Accelerator, model: torch.nn.Module, tokenizer, re
             else:
                 bare.save_pretrained(out, state_dict=state)
                 verify_adapter(out, {_adapter_key(name): shape for name, shape in expected.items()})
-            tokenizer.save_pretrained(out)
+            _save_tokenizer(tokenizer, out)
             (out / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
             (out / "README.md").write_text(card, encoding="utf-8")
             for path in out.iterdir():
@@ -87,6 +93,15 @@ def write_result(accelerator: Accelerator, model: torch.nn.Module, tokenizer, re
         except (OSError, SafetensorError) as error:
             raise Mistakes(Mistake(str(out), "", f"the result could not be written ({error})", "free space there")) from None
     accelerator.wait_for_everyone()
+
+
+def _save_tokenizer(tokenizer, out: Path) -> None:
+    try:
+        tokenizer.save_pretrained(out)
+    except OSError:
+        raise
+    except Exception as error:  # its Rust part reports a full disk as a bare Exception
+        raise OSError(str(error)) from None
 
 
 def publish_result(out: Path) -> None:

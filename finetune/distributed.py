@@ -59,7 +59,7 @@ def expected_type(launch: Launch, use_cpu: bool) -> DistributedType:
     """What Accelerate has to report for this launch file."""
     if launch.deepspeed is not None:
         return DistributedType.DEEPSPEED
-    if launch.processes == 1:
+    if launch.processes == 1 and "RANK" not in os.environ:
         return DistributedType.NO
     return DistributedType.MULTI_CPU if use_cpu else DistributedType.MULTI_GPU
 
@@ -93,6 +93,11 @@ def check_prepared(accelerator: Accelerator, model: torch.nn.Module, recipe: Rec
     expected = {DistributedType.DEEPSPEED: "DeepSpeedEngine", DistributedType.NO: type(accelerator.unwrap_model(model)).__name__}
     wrapper = expected.get(accelerator.distributed_type, "DistributedDataParallel")
     mistakes = []
+    if accelerator.gradient_accumulation_steps != recipe.optim.grad_accum:
+        what = (
+            f"Accelerate adds up {accelerator.gradient_accumulation_steps} micro batches, and optim.grad_accum is {recipe.optim.grad_accum}"
+        )
+        mistakes.append(Mistake("environment", "", what, "unset the ACCELERATE_* variables"))
     if type(model).__name__ != wrapper:
         mistakes.append(Mistake(launch.path, "", f"the model is a {type(model).__name__}, not a {wrapper}", "the ranks would train apart"))
     elif accelerator.distributed_type == DistributedType.DEEPSPEED:

@@ -7,6 +7,7 @@ from finetune.loss import count_labels, sum_losses, to_batch
 from finetune.mistakes import Mistake, Mistakes
 from finetune.packing import Rows, mask, share
 from finetune.recipe import Recipe, Run
+from finetune.shape import Shape
 
 
 @torch.no_grad()
@@ -25,16 +26,21 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, rows: Rows, recip
     return loss_sum / label_tokens
 
 
-def check_sample(tokenizer, run: Run, positions: int) -> None:
-    """Compare the sample with the model's table of positions, before any weight is loaded.
+def check_sample(tokenizer, run: Run, shape: Shape) -> None:
+    """Compare the sample with the model's tables, before any weight is loaded.
 
     Raises:
-        Mistakes: prompt and completion together are longer than the table.
+        Mistakes: prompt and completion together are longer than the table of positions, or a token is not in the embedding.
     """
-    length = len(tokenizer(run.sample)["input_ids"]) + run.sample_tokens
-    if run.sample_tokens and length > positions:
-        what = f"with run.sample_tokens it has {length:,} tokens, more than the model's {positions:,} positions"
+    if not run.sample_tokens:
+        return
+    ids = tokenizer(run.sample)["input_ids"]
+    if (length := len(ids) + run.sample_tokens) > shape.positions:
+        what = f"with run.sample_tokens it has {length:,} tokens, more than the model's {shape.positions:,} positions"
         raise Mistakes(Mistake("recipe", "run.sample", what, "shorten it"))
+    if max(ids) >= shape.vocab_size:
+        what = f"it holds token {max(ids)} of the tokenizer, and the embedding has {shape.vocab_size} rows"
+        raise Mistakes(Mistake("recipe", "run.sample", what, "leave that token out, or put the model's own tokenizer beside it"))
 
 
 @torch.no_grad()

@@ -82,7 +82,7 @@ def _reason(relative: Path, path: Path) -> str:
         return "not source code"
     if path.is_symlink():
         return "symbolic link"
-    if not path.is_file():
+    if not os.path.isfile(path):
         return "not a regular file"  # a pipe would be waited for
     return "generated" if GENERATED_NAMES.fullmatch(name) else ""
 
@@ -104,7 +104,7 @@ def _tracked(root: Path) -> list[Path] | None:
 
 def _walk(root: Path, drop: Drop) -> Iterator[Path]:
     ignored: dict[Path, list[tuple[Path, pathspec.GitIgnoreSpec]]] = {root.parent: []}
-    for name, subfolders, files in os.walk(root):
+    for name, subfolders, files in os.walk(root, onerror=lambda error: drop(f"unreadable ({error.strerror})", str(error.filename))):
         here = Path(name)
         # Rules of the folders above, then this folder's own, which can take back what those ignore.
         rules = ignored[here] = ignored.get(here.parent, []) + _rules(here, files)
@@ -113,7 +113,7 @@ def _walk(root: Path, drop: Drop) -> Iterator[Path]:
             path = here / subfolder
             if path.is_symlink():
                 drop("symbolic link", str(path))
-            elif _is_foreign(subfolder) or (path / "pyvenv.cfg").exists():
+            elif _is_foreign(subfolder) or os.path.exists(path / "pyvenv.cfg"):
                 drop("vendored or generated folder", str(path))
             elif _is_ignored(path, rules, "/"):
                 drop("named by .gitignore", str(path))

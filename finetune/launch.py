@@ -7,6 +7,7 @@ reading, before a process is started and before torch is imported.
 import difflib
 import json
 import re
+import reprlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,22 @@ RESOLVED_AUTO_KEYS = frozenset(
     ]
 )
 TEXT_KEYS = frozenset(["device", "nvme_path", "communication_data_type"])
+COUNT_KEYS = frozenset(
+    """
+    allgather_bucket_size block_size buffer_count buffer_size hysteresis initial_scale_power intra_op_parallelism loss_scale_window
+    max_in_cpu parameter_alignment queue_depth reduce_bucket_size stage3_max_live_parameters stage3_max_reuse_distance
+    stage3_model_persistence_threshold stage3_module_granularity_threshold stage3_param_persistence_threshold
+    stage3_prefetch_bucket_size steps_per_print sub_group_size zero_hpz_partition_size
+    """.split()
+)
+NUMBER_KEYS = frozenset("cpuadam_cores_perc loss_scale min_loss_scale ratio".split())
+COMMUNICATION_TYPES = ("fp16", "bf16", "fp32", "fp64", None)
+# Known to DeepSpeed, and not to be had here.
+UNSUPPORTED_KEYS = {
+    "zero_optimization.zenflow": "it is DeepSpeed's own optimizer schedule, and train.py makes the optimizer",
+    "zero_optimization.leaf_module": "no model that is trained here needs it",
+    "zero_optimization.compute_grad_norm": "the gradient's norm is what optim.clip cuts",
+}
 SECOND_OWNERS = {"optimizer": "AdamW with the recipe's optim section", "scheduler": "the schedule of the recipe's optim section"}
 
 # Flags of `accelerate launch` that outvote the file. --num_processes is compared by its effect instead.
@@ -123,6 +140,16 @@ ACCELERATE_LAUNCH = re.compile(r"(.*/)?(accelerate-launch|accelerate[./]commands
 TORCHRUN = re.compile(r"(.*/)?(torchrun|torch[./]distributed[./](run|launch)(\.py)?)")
 # A program's name comes after the interpreter and its options; further on, the same word is somebody's argument.
 PROGRAM_ARGUMENTS = 6
+
+MOST_PROCESSES = 4096
+TRUE, FALSE = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
+# Accelerate's switches in the environment for what this repository does not do, and its values where nothing is asked for.
+SWITCHES_OFF = {f"ACCELERATE_USE_{name}" for name in ("FSDP", "MEGATRON_LM", "TP", "PARALLELISM_CONFIG", "IPEX", "XPU", "SAGEMAKER")}
+EXPECTED_VALUES = {
+    "ACCELERATE_DYNAMO_BACKEND": ("no",),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1",),
+    "ACCELERATE_MIXED_PRECISION": ("no",),
+}
 
 Refuse = Callable[[str, str, str], None]  # key, what, fix of a mistake in a file that is known already
 
@@ -259,12 +286,28 @@ def examine_launch(path: Path | str, folder: Path | str = ".") -> tuple[Launch |
         what = f"{processes} processes do not divide over {machines} machines"
         refuse("num_processes", what, "num_processes counts the processes of all machines together")
 
+    if content.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        refuse("compute_environment", f"{content['compute_environment']!r} is not supported", "write LOCAL_MACHINE")
+    port = content.get("main_process_port")
+    if port is not None and (type(port) is not int or not 0 <= port < 65536):
+        refuse("main_process_port", f"{port!r} is not a port", "write a number up to 65535, or remove it")
+    machine_rank = content.get("machine_rank", 0)
+    if type(machine_rank) is not int or not 0 <= machine_rank < machines:
+        refuse("machine_rank", f"{machine_rank!r} is none of {machines} machines", "write 0 on the first machine, 1 on the next")
+    if not isinstance(content.get("use_cpu", False), bool):
+        refuse("use_cpu", f"{content['use_cpu']!r} is neither true nor false", "write true or false without quotes")
+
     gpu_ids = content.get("gpu_ids")
     if gpu_ids is not None and not isinstance(gpu_ids, str):
         refuse("gpu_ids", f"{gpu_ids!r} is not text, and Accelerate fails on it", f'write it in quotes: "{gpu_ids}"')
         gpu_ids = str(gpu_ids)
     gpu_ids = None if gpu_ids == "all" else gpu_ids
-    cpu = bool(content.get("use_cpu")) or gpu_ids == "-1"
+    names = [name.strip() for name in (gpu_ids or "").split(",")]
+    if gpu_ids not in (None, "-1") and (
+        len(set(names)) < len(names) or not all(re.fullmatch(r"\d+|GPU-[\w-]+|MIG-[\w-]+", n) for n in names)
+    ):
+        refuse("gpu_ids", f"{gpu_ids!r} does not name different GPUs", 'write their numbers, as in "0,1,2,3"')
+    cpu = content.get("use_cpu") is True or gpu_ids == "-1"
     if cpu and gpu_ids != "-1":
         refuse("use_cpu", "does not hide this machine's GPUs from the processes", 'add gpu_ids: "-1"')
     if cpu and kind == "MULTI_GPU":
@@ -283,6 +326,14 @@ def examine_launch(path: Path | str, folder: Path | str = ".") -> tuple[Launch |
     return Launch(where, processes, machines, kind, cpu, gpu_ids, deepspeed, deepspeed_path), mistakes
 
 
+def _shown(value: Any) -> str:
+    """A mistaken value, which can be of any size, in a few characters."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # a number of more digits than Python writes
+        return "that"
+
+
 def _nearest(key: Any, candidates: Collection[str]) -> str:
     near = difflib.get_close_matches(str(key), sorted(candidates), n=1)
     return f"did you mean {near[0]}?" if near else "remove it"
@@ -290,9 +341,9 @@ def _nearest(key: Any, candidates: Collection[str]) -> str:
 
 def _read_count(content: dict[str, Any], key: str, default: int | None, refuse: Refuse) -> int:
     count = content.get(key, default)
-    if isinstance(count, int) and not isinstance(count, bool) and count >= 1:
+    if type(count) is int and 1 <= count <= MOST_PROCESSES:
         return count
-    refuse(key, "missing" if count is None else f"{count!r} is not a number from 1", "write how many there are")
+    refuse(key, "missing" if count is None else f"{_shown(count)} is not a number from 1 to {MOST_PROCESSES}", "write how many there are")
     return 1
 
 
@@ -365,6 +416,8 @@ def examine_deepspeed(found: Path, where: str) -> tuple[dict[str, Any] | None, l
         return None, [Mistake(where, "", what, "correct that line; JSON has no comments and no comma after the last entry")]
     except (OSError, UnicodeDecodeError) as error:
         return None, [Mistake(where, "", f"cannot be read: {error}", "save it as UTF-8 text")]
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets without end
+        return None, [Mistake(where, "", f"not a DeepSpeed configuration ({error})", "take one of ds_configs/")]
     if not isinstance(content, dict):
         return None, [Mistake(where, "", f"a {type(content).__name__} at the top", "write a mapping in braces")]
 
@@ -393,7 +446,9 @@ def _check_section(section: dict[str, Any], prefix: str, refuse: Refuse) -> None
                 refuse(name, repr(value), f'write "auto"; {home}')
         elif name == "zero_optimization.stage":
             continue  # compared with its values by _check_stage
-        elif isinstance(value, dict):
+        elif name in UNSUPPORTED_KEYS:
+            refuse(name, "not supported", f"remove it: {UNSUPPORTED_KEYS[name]}")
+        elif isinstance(value, dict) and name in SECTIONS:
             _check_section(value, f"{name}.", refuse)
         elif name in SECTIONS:
             refuse(name, f"{value!r} is not a section", "write a mapping in braces, or remove it")
@@ -403,13 +458,23 @@ def _check_section(section: dict[str, Any], prefix: str, refuse: Refuse) -> None
             refuse(name, f"{value!r} is no device to offload to", "write none, cpu or nvme")
         elif isinstance(value, str) and value != "auto" and key not in TEXT_KEYS:
             refuse(name, f"the text {value!r}", "write a number, true or false without quotes")
+        elif key == "communication_data_type":
+            if value not in COMMUNICATION_TYPES:
+                refuse(name, f"{value!r} is no type to communicate in", "write fp16, bf16, fp32 or null")
+        elif value != "auto" and key in (COUNT_KEYS | NUMBER_KEYS):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+            if not is_number or (key in COUNT_KEYS and value != int(value)):
+                kind = "a whole number" if key in COUNT_KEYS else "a number"
+                refuse(name, f"{value!r} is not {kind} from 0", "write one, as in ds_configs/")
+        elif value != "auto" and key not in TEXT_KEYS and not isinstance(value, bool):
+            refuse(name, f"{value!r} is neither true nor false", "write true or false")
 
 
 def _check_stage(zero: Any, refuse: Refuse) -> None:
     if not isinstance(zero, dict):
         return  # no section, which has been said
     stage = zero.get("stage")
-    if isinstance(stage, bool) or stage not in (1, 2, 3):
+    if type(stage) is not int or stage not in (1, 2, 3):
         what = "missing" if stage is None else f"{stage!r} is not a ZeRO stage"
         refuse("zero_optimization.stage", what, "write 2 (gradients and optimizer sharded) or 3 (weights too)")
         return
@@ -423,6 +488,51 @@ def _check_stage(zero: Any, refuse: Refuse) -> None:
         if offload.get("device") == "nvme" and not offload.get("nvme_path"):
             what = "missing, and the device is nvme"
             refuse(f"zero_optimization.{section}.nvme_path", what, "write the folder of the fast disk")
+
+
+def check_environment(environ: Mapping[str, str]) -> None:
+    """Refuse variables that a launcher sets, where none or another one has set them, and those by which Accelerate outvotes files.
+
+    Args:
+        environ: `os.environ`.
+
+    Raises:
+        Mistakes: of each variable.
+    """
+    mistakes = []
+
+    def refuse(name: str, what: str, fix: str = "unset it: a launcher sets it") -> None:
+        mistakes.append(Mistake("environment", name, what, fix))
+
+    numbers = {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        if name in environ:
+            if re.fullmatch("[0-9]{1,6}", environ[name]):
+                numbers[name] = int(environ[name])
+            else:
+                refuse(name, f"{environ[name]!r} is not such a number")
+    present = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environ]
+    needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if present and not mistakes and (missing := [name for name in needed if name not in environ]):
+        refuse(present[0], f"set, and {', '.join(missing)} not, as by no launcher", f"unset it, or use {COMMAND}")
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if rank in numbers and size in numbers and numbers[rank] >= numbers[size]:
+            refuse(rank, f"{numbers[rank]} of {numbers[size]} ({size})")
+    if not 0 < numbers.get("MASTER_PORT", 1) < 65536:
+        refuse("MASTER_PORT", f"{numbers['MASTER_PORT']} is not a port")
+    for name, value in environ.items():
+        if name.startswith(("ACCELERATE_USE_", "ACCELERATE_DEBUG_MODE")) and value.lower() not in TRUE + FALSE:
+            refuse(name, f"{value!r} is neither true nor false", "unset it")
+        elif name in SWITCHES_OFF and value.lower() in TRUE:
+            refuse(name, "set in the environment, and not supported here", "unset it")
+        elif name in EXPECTED_VALUES and value.lower() not in EXPECTED_VALUES[name]:
+            refuse(name, f"{value!r} in the environment would outvote the recipe", "unset it: the recipe is its home")
+        elif name == "ACCELERATE_TORCH_DEVICE":
+            refuse(name, "set in the environment would outvote the launch", "unset it")
+        elif name.startswith("HF_") and name.endswith("_TIMEOUT") and not re.fullmatch("[0-9]{1,6}", value):
+            refuse(name, f"{value!r} is not a number of seconds", "write one, or unset it")
+    if mistakes:
+        raise Mistakes(*mistakes)
 
 
 def find_launch(environ: Mapping[str, str], command_lines: list[ParentCommand], has_gpus: bool = True) -> Launch:

@@ -59,7 +59,7 @@ def this_machine() -> Machine:
 def _visible_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
     query = ["nvidia-smi", "--query-gpu=uuid,memory.total,compute_cap,name", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
+        answer = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=NVIDIA_SMI_SECONDS, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ()
     return select_visible(parse_nvidia_smi(answer), environ.get("CUDA_VISIBLE_DEVICES"))
@@ -113,6 +113,9 @@ def select_visible(gpus: list[tuple[str, Gpu]], visible: str | None) -> tuple[Gp
         seen.add(index)
         selected.append(gpus[index][1])
     return tuple(selected)
+
+
+MOST_GPUS = 1024
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
@@ -175,12 +178,12 @@ def describe_machine(description: str) -> Machine:
         Mistakes: a GPU that is not known, or words that are none of these.
     """
     head, *options = [part.strip() for part in description.split(",")]
-    match = re.fullmatch(r"(?:(\d+)x)?([\w-]+)", head, re.IGNORECASE)
+    match = re.fullmatch(r"(?:(\d{1,6})x)?([\w-]+)", head, re.IGNORECASE)
     count, name = (int(match[1] or 1), match[2].lower()) if match else (0, head.lower())
     mistakes = []
     if name == "cpu":
         gpus: tuple[Gpu, ...] = ()
-    elif name in KNOWN_GPUS and count:
+    elif name in KNOWN_GPUS and 0 < count <= MOST_GPUS:
         gpus = (KNOWN_GPUS[name],) * count
     else:
         known = ", ".join(KNOWN_GPUS)

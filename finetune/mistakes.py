@@ -1,9 +1,11 @@
 """A mistake of the person who reads the message: what, where, fix. Raised together, printed once, exit code 2."""
 
+import contextlib
 import difflib
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -47,6 +49,18 @@ class Mistakes(Exception):
     def __init__(self, *mistakes: Mistake):
         super().__init__("\n".join(str(mistake) for mistake in mistakes))
         self.mistakes = list(mistakes)
+
+
+@contextlib.contextmanager
+def file_errors_are_mistakes() -> Iterator[None]:
+    """For what looks at files that the user named: one that cannot be reached is theirs to mend."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        what = error.strerror or str(error)
+        raise Mistakes(Mistake(os.fsdecode(error.filename), "", what, "correct the path or its permissions")) from None
 
 
 def exit_with(error: Mistakes) -> NoReturn:

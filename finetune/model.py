@@ -13,16 +13,10 @@ from pathlib import Path
 import torch
 from bitsandbytes.nn import Linear4bit
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 
 from finetune import attention, recipe
 from finetune.lora import use_lean_forward
@@ -41,7 +35,7 @@ def fetch(model: recipe.Model) -> Path:
     Raises:
         Mistakes: the licence is not accepted, no such model or revision, no network, or no safetensors.
     """
-    folder = Path(model.name).expanduser()
+    folder = Path(model.name)
     if not folder.is_dir():
         try:
             patterns = ["*.json", "*.txt", "*.model"] + ([] if model.random_weights else [WEIGHTS])
@@ -55,9 +49,9 @@ def fetch(model: recipe.Model) -> Path:
         except RepositoryNotFoundError:
             fix = "check the spelling; for a private or gated model set HF_TOKEN; for a local one give its folder"
             raise Mistakes(Mistake("recipe", "model.name", f"the hub has no model {model.name} that you may read", fix)) from None
-        except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-            fix = "check the network and HF_HUB_OFFLINE, or give the path of a local folder"
-            what = f"{model.name} could not be downloaded ({type(error).__name__}: {str(error).splitlines()[0]})"
+        except Exception as error:  # of the network, of each layer its own
+            fix = "check the network and the HF_* and *_PROXY variables, or give the path of a local folder"
+            what = f"{model.name} could not be downloaded ({_first_line(error)})"
             raise Mistakes(Mistake("recipe", "model.name", what, fix)) from None
     if not model.random_weights and not any(folder.glob(WEIGHTS)):
         fix = "convert the checkpoint to safetensors; pickled weights can run code and are not read"
@@ -73,9 +67,27 @@ def load_tokenizer(folder: Path):
     """
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        what = f"no tokenizer could be loaded ({str(error).splitlines()[0]})"
+    except Exception as error:  # whatever a damaged file makes its readers stumble over
+        what = f"no tokenizer could be loaded ({_first_line(error)})"
         raise Mistakes(Mistake(str(folder), "", what, "put tokenizer.json and tokenizer_config.json beside config.json")) from None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+
+
+def check_config(folder: Path) -> None:
+    """Make the model without weights, which finds what is wrong with config.json in a second. Before there are processes.
+
+    Raises:
+        Mistakes: no model can be made of it.
+    """
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(load_config(folder))
+    except Exception as error:  # whatever a wrong value makes its readers stumble over
+        fix = "take the config.json of the model's page"
+        raise Mistakes(Mistake(str(folder / "config.json"), "", f"gives no model ({_first_line(error)})", fix)) from None
 
 
 def load_config(folder: Path):
@@ -159,20 +171,33 @@ def weight_files(folder: Path) -> dict[str, Path]:
     Raises:
         Mistakes: a file is damaged, or the index names one that is not there.
     """
-    if (folder / INDEX).exists():
-        files = {name: folder / file for name, file in json.loads((folder / INDEX).read_text())["weight_map"].items()}
-        absent = sorted({str(path) for path in files.values() if not path.exists()})
-        if absent:
-            raise Mistakes(Mistake(str(folder / INDEX), "", f"{', '.join(absent)} is not there", "download or copy it again"))
-        return files
-    files = {}
+    held = {}
     for path in sorted(folder.glob(WEIGHTS)):
         try:
             with safe_open(path, framework="pt") as tensors:
-                files |= dict.fromkeys(tensors.keys(), path)
-        except SafetensorError as error:
+                held |= dict.fromkeys(tensors.keys(), path)
+        except (SafetensorError, OSError) as error:
             raise Mistakes(Mistake(str(path), "", f"damaged weights ({error})", "download or copy it again")) from None
-    return files
+    if not (folder / INDEX).exists():
+        return held
+    where, fix = str(folder / INDEX), "download or copy it again"
+    try:
+        content = json.loads((folder / INDEX).read_text("utf-8"))
+        names = {str(name): str(file) for name, file in content["weight_map"].items()}
+        content["metadata"].items()  # transformers reads it
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise Mistakes(Mistake(where, "", "is no index of weights", fix)) from None
+    outside = sorted({file for file in names.values() if Path(file).name != file})
+    if outside:
+        raise Mistakes(Mistake(where, "", f"names files outside its folder ({outside[0]})", "take the index of the model's page"))
+    absent = sorted({file for file in names.values() if not (folder / file).exists()})
+    if absent:
+        raise Mistakes(Mistake(where, "", f"{', '.join(absent)} is not there", fix))
+    misplaced = sorted(name for name, file in names.items() if name in held and held[name] != folder / file)
+    if misplaced:
+        what = f"{misplaced[0]} is not in {names[misplaced[0]]}, which is named for it, but in {held[misplaced[0]].name}"
+        raise Mistakes(Mistake(where, "", what, fix))
+    return {name: folder / file for name, file in names.items()}
 
 
 def _fill_shards(model: PreTrainedModel, folder: Path) -> None:
@@ -270,6 +295,7 @@ def prepare_for_training(model: PreTrainedModel, method: recipe.Method, memory: 
         Mistakes: see `add_lora`.
     """
     model.config.use_cache = False
+    model.generation_config = GenerationConfig.from_model_config(model.config)  # not the folder's, which may hold anything
     use_loss_head(model)
     if memory.checkpoint_activations:
         # Non-reentrant: the frozen first layer's input needs no gradient, and DDP never sees a parameter twice.

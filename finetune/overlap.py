@@ -116,7 +116,7 @@ def read_benchmarks(paths: list[str]) -> list[str]:
     texts, mistakes = [], []
     for name in paths:
         try:
-            lines = Path(name).expanduser().read_text("utf-8").splitlines()
+            lines = Path(name).read_text("utf-8").splitlines()
             rows = [(number, json.loads(line)) for number, line in enumerate(lines, start=1) if line.strip()]
         except (OSError, ValueError) as error:
             mistakes.append(Mistake("recipe", "data.decontaminate", f"{name} cannot be read ({error})", "give a benchmark as JSONL"))

@@ -29,6 +29,7 @@ FULL_REPLICATED_BYTES = {0: 16, 1: 4, 2: 2, 3: 0}  # of those, what ZeRO stage l
 # Without a launch file and without a GPU: a model of this size was meant for GPUs that are not usable.
 CPU_PARAMETERS = 1_000_000_000
 FLAGSHIP = "4xT4.yaml"
+RUN_MARK = "run.lock"  # in the folder of a run, and locked while it runs
 
 
 def precision(recipe: Recipe, launch: Launch, machine: Machine) -> str:
@@ -177,7 +178,7 @@ def _load_shape(recipe: Recipe, where: str) -> tuple[Shape | None, list[Mistake]
 
 def _check_model_path(name: str, where: str) -> Mistake | None:
     """A path is looked up on the disk and never sent to the hub, which would answer with a connection error."""
-    path = Path(name).expanduser()
+    path = Path(name)
     if path.exists():
         if not path.is_dir():
             return Mistake(where, "model.name", f"{name} is a file", "name the folder that holds config.json")
@@ -188,7 +189,9 @@ def _check_model_path(name: str, where: str) -> Mistake | None:
     path_like = name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or name.endswith("/")
     if path_like or ("/" in name and Path(first).is_dir()):
         return Mistake(where, "model.name", f"{name} does not exist, looked for from {Path.cwd()}", near_path(path, "correct the path"))
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+    if not re.fullmatch(r"[A-Za-z0-9_][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", name, re.ASCII) or re.search(
+        r"\.\.|--|[.-]$|\.git$", name
+    ):
         return Mistake(where, "model.name", f"{name!r} is neither a local folder nor a hub name", "write owner/name or a path")
     return None
 
@@ -201,7 +204,7 @@ def _check_data(recipe: Recipe, where: str) -> list[Mistake]:
         except Mistakes as error:
             mistakes += [replace(mistake, file=where) for mistake in error.mistakes]
     for name in recipe.data.decontaminate:
-        if not Path(name).expanduser().is_file():
+        if not Path(name).is_file():
             what = f"{name} does not exist, looked for from {Path.cwd()}"
             mistakes.append(Mistake(where, "data.decontaminate", what, "name HumanEval's or MBPP's file, one problem a line"))
     return mistakes
@@ -315,13 +318,16 @@ def _check_host_memory(recipe: Recipe, launch: Launch, machine: Machine, weight_
 
 
 def _check_run(recipe: Recipe, where: str, environ: Mapping[str, str]) -> list[Mistake]:
-    mistakes, out = [], Path(recipe.run.out).expanduser()
+    mistakes, out = [], Path(recipe.run.out)
     result = next((name for name in ("adapter_config.json", "config.json") if (out / name).exists()), None)
     if result:
         what = f"{recipe.run.out} holds a finished run ({result})"
         mistakes.append(Mistake(where, "run.out", what, "name another folder, or move that one away"))
-    elif out.exists() and not out.is_dir():
-        mistakes.append(Mistake(where, "run.out", f"{recipe.run.out} is a file", "name a folder"))
+    elif os.path.lexists(out) and not out.is_dir():
+        mistakes.append(Mistake(where, "run.out", f"{recipe.run.out} is no folder", "name one"))
+    elif out.is_dir() and not (out / RUN_MARK).exists() and (other := next(iter(sorted(os.listdir(out))), None)):
+        what = f"{recipe.run.out} holds other files ({other}), which a run could overwrite"
+        mistakes.append(Mistake(where, "run.out", what, "name a new folder"))
     for tracker in recipe.run.trackers:
         modules = ("tensorboard", "tensorboardX") if tracker == "tensorboard" else (tracker,)
         if not any(importlib.util.find_spec(module) for module in modules):

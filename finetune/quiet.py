@@ -1,8 +1,11 @@
-"""Silence what the pinned libraries are known to print on every run and nobody can act on. Everything else stays loud."""
+"""How a process behaves beside others: what is known noise stays silent, any text can be printed, and nobody is left behind."""
 
+import ctypes
 import logging
 import os
 import re
+import signal
+import sys
 import warnings
 
 KNOWN_WARNINGS = (
@@ -24,6 +27,8 @@ KNOWN_MESSAGES = {
 
 def silence() -> None:
     """Call before torch and deepspeed are imported, since both speak on import."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a terminal that knows no é must not end a run
     # The tokenizer's own threads are used before any fork; the warning about it is for DataLoader workers, which there are none of.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     # Bars of loading and saving, one a rank, between the lines of the run.
@@ -32,3 +37,12 @@ def silence() -> None:
         warnings.filterwarnings("ignore", message=message, category=category)
     for name, message in KNOWN_MESSAGES.items():
         logging.getLogger(name).addFilter(lambda record, known=re.compile(message): not known.match(record.getMessage()))
+
+
+def end_with_parent() -> None:
+    """Let the kernel end this rank when its launcher dies, however that happens; a run without a launcher outlives its shell."""
+    if "RANK" in os.environ:
+        launcher = os.getppid()
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != launcher or launcher == 1:
+            sys.exit("the launcher has gone")

@@ -5,12 +5,14 @@
 
 import difflib
 import json
+import os
 import re
+import reprlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from finetune.mistakes import Mistake, Mistakes
 
@@ -21,14 +23,34 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
-Positive = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[int, Field(ge=0)]
+def _as_path(value: str) -> str:
+    """A path as it is meant everywhere: ~ is a home folder, and nothing else is expanded."""
+    path = os.path.expanduser(value)
+    if "\0" in path or any(len(part.encode("utf-8")) > 255 for part in path.split("/")):
+        raise ValueError("no file can have that name")
+    if path.startswith("~"):
+        raise ValueError("there is no such user's home folder")
+    return path
+
+
+def _as_new_path(value: str) -> str:
+    """A path to write to, which would be made with a dollar sign in its name."""
+    if "$" in value:
+        raise ValueError("variables are not expanded in a recipe; write the path out")
+    return _as_path(value)
+
+
+Positive = Annotated[int, Field(gt=0, le=10**9)]
+NotNegative = Annotated[int, Field(ge=0, le=10**9)]
+FewPositive = Annotated[int, Field(gt=0, le=10**6)]
+Name = Annotated[str, Field(min_length=1), AfterValidator(_as_path)]
+NewPath = Annotated[str, Field(min_length=1), AfterValidator(_as_new_path)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Precision = Literal["auto", "fp16", "bf16", "fp32"]
 
 
 class Model(Section):
-    name: str = Field("bigcode/starcoder", min_length=1, description="a hub name, or a local folder with config.json")
+    name: Name = Field("bigcode/starcoder", description="a hub name, or a local folder with config.json")
     revision: str = Field("main", min_length=1, description="branch, tag or commit on the hub; pin a commit before publishing")
     precision: Precision = Field("auto", description="auto: bf16 from compute capability 8.0, fp16 below it, fp32 on a CPU")
     random_weights: bool = Field(False, description="start from random weights of the model's shapes; reads config and tokenizer only")
@@ -36,14 +58,14 @@ class Model(Section):
 
 class Method(Section):
     kind: Literal["lora", "qlora", "full"] = Field("lora", description="qlora: LoRA on a base quantised to 4-bit NF4")
-    rank: Positive = Field(16, description="rank of the LoRA matrices")
-    alpha: Positive = Field(32, description="LoRA's scale is alpha / rank")
+    rank: FewPositive = Field(16, description="rank of the LoRA matrices")
+    alpha: FewPositive = Field(32, description="LoRA's scale is alpha / rank")
     dropout: float = Field(0.0, ge=0.0, lt=1.0, description="dropout before LoRA's A; the base model's own dropout is off")
     targets: list[str] = Field([], description="names of linear modules that get LoRA; empty: all of the model family's")
 
 
 class Source(Section):
-    source: str = Field(min_length=1, description="a folder of source code; .jsonl, .json, .csv or .parquet files; or a hub data set")
+    source: Name = Field(description="a folder of source code; .jsonl, .json, .csv or .parquet files; or a hub data set")
     weight: float = Field(
         1.0, gt=0.0, le=100.0, description="how often each document is seen in one pass; 0.5 takes half, each pass another"
     )
@@ -83,13 +105,15 @@ class Data(Section):
     fim_rate: Share = Field(0.5, description="share of documents turned to fill-in-the-middle; 0 is plain left to right")
     fim_spm_share: Share = Field(0.5, description="of those, the share in suffix-prefix-middle order")
     eval_share: float = Field(0.05, gt=0.0, lt=1.0, description="share of documents held out, chosen by a hash of their identity")
-    eval_rows: Positive = Field(64, description="rows at most in one evaluation")
+    eval_rows: FewPositive = Field(64, description="rows at most in one evaluation")
     largest_bytes: Positive = Field(1_000_000, description="larger documents are left out; large source files are nearly always generated")
     most_dropped: Share = Field(0.05, description="stop where more of a source's examples are too long or have nothing to learn")
-    decontaminate: list[str] = Field([], description="JSONL files of benchmarks (HumanEval, MBPP); documents that contain one are left out")
+    decontaminate: list[Name] = Field(
+        [], description="JSONL files of benchmarks (HumanEval, MBPP); documents that contain one are left out"
+    )
     streaming: bool = Field(False, description="read data.buffer documents at a time, for data too large to hold on the disk twice")
     buffer: Positive = Field(10_000, description="documents of a stream that are split, shuffled and packed together")
-    cache: str = Field("runs/cache", min_length=1, description="folder of prepared rows, by their fingerprint; may be deleted at any time")
+    cache: NewPath = Field("runs/cache", description="folder of prepared rows, by their fingerprint; may be deleted at any time")
 
 
 class Optim(Section):
@@ -98,8 +122,8 @@ class Optim(Section):
     warmup_steps: NotNegative = Field(30, description="steps of linear warm-up; fewer than steps")
     schedule: Literal["cosine", "linear"] = Field("cosine", description="how the rate falls to zero after the warm-up")
     weight_decay: float = Field(0.0, ge=0.0, description="decoupled; on matrices, never on biases and norms")
-    micro_batch: Positive = Field(1, description="rows a GPU takes at once")
-    grad_accum: Positive = Field(16, description="micro batches a GPU adds up before a step")
+    micro_batch: FewPositive = Field(1, description="rows a GPU takes at once")
+    grad_accum: FewPositive = Field(16, description="micro batches a GPU adds up before a step")
     clip: float = Field(1.0, gt=0.0, description="the gradient's norm is cut to this")
     stop_after_skips: Positive = Field(20, description="stop after so many fp16 overflows in a row")
 
@@ -110,14 +134,14 @@ class Memory(Section):
 
 
 class Run(Section):
-    out: str = Field("runs/starcoder-lora", min_length=1, description="folder of the results; never one that holds a finished run")
+    out: NewPath = Field("runs/starcoder-lora", description="folder of the results; never one that holds a finished run")
     seed: int = Field(0, ge=0, lt=2**32, description="of the adapter's first weights, the order of rows and fill-in-the-middle")
     eval_every: Positive = Field(100, description="steps between evaluations; there is one before and one after training too")
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
         ["tensorboard"], description="where metrics go beside metrics.jsonl"
     )
     sample: str = Field("def read_jsonl(path):\n", min_length=1, description="prompt completed before and after training")
-    sample_tokens: NotNegative = Field(24, description="tokens of that completion; 0: none")
+    sample_tokens: int = Field(24, ge=0, le=10**6, description="tokens of that completion; 0: none")
     save_dtype: Precision = Field("auto", description="of a full model's result; auto: the precision that it was trained in")
 
 
@@ -133,7 +157,7 @@ class Recipe(Section):
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which a key given twice is an error and 1e-4 is a number (YAML 1.1 reads it as text)."""
+    """Safe YAML in which a key given twice is an error, 1e-4 is a number (YAML 1.1 reads it as text), and 010 and 1:30 are none."""
 
     def construct_mapping(self, node, deep=False):
         seen = set()
@@ -146,6 +170,15 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_NUMBERS[0], re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    _NUMBERS[1], re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"), list("-+.0123456789")
+)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
 
 
@@ -170,10 +203,10 @@ def read_mapping(path: Path | str) -> dict[str, Any]:
 def _load_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except Exception as error:  # beside its own, YAML's constructors let through whatever a wrong tag or number raises in them
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error)
+        problem = getattr(error, "problem", None) or f"{type(error).__name__} {error}"
         raise Mistakes(Mistake(where, "", f"not valid YAML{line}: {problem}", "correct that line")) from None
 
 
@@ -190,6 +223,7 @@ def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Recipe:
         Mistakes: all that is wrong with the file and the overrides, at once.
     """
     mapping, mistakes, from_command_line = read_mapping(path), [], set()
+    in_file = set(mapping)
     for override in overrides or []:
         key, equals, value = override.partition("=")
         parts = key.split(".")
@@ -212,7 +246,8 @@ def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Recipe:
     except ValidationError as error:
         for entry in error.errors():
             key = ".".join(str(part) for part in entry["loc"])
-            where = "command line" if ".".join(str(part) for part in entry["loc"][:2]) in from_command_line else str(path)
+            given_there = ".".join(str(part) for part in entry["loc"][:2]) in from_command_line or not in_file.issuperset(entry["loc"][:1])
+            where = "command line" if given_there else str(path)
             mistakes.append(_explain(where, key, entry))
         raise Mistakes(*mistakes) from None
     if recipe.optim.warmup_steps >= recipe.optim.steps:
@@ -253,22 +288,30 @@ def all_keys() -> list[str]:
     return [f"{name}.{key}" for name, field in Recipe.model_fields.items() for key in field.annotation.model_fields]
 
 
+_SHOWN = reprlib.Repr()  # a mistaken value can be of any size
+_SHOWN.maxstring = _SHOWN.maxother = 100
+_SHOWN.maxlevel, _SHOWN.maxlist, _SHOWN.maxdict = 2, 4, 4
+
+
 def _explain(where: str, key: str, entry: dict[str, Any]) -> Mistake:
-    kind, context, given = entry["type"], entry.get("ctx", {}), entry.get("input")
+    kind, context, given = entry["type"], entry.get("ctx", {}), _SHOWN.repr(entry.get("input"))
+    if not key:
+        return Mistake(where, "", f"cannot be read ({entry['msg']})", "correct it")
     in_source = re.match(r"data\.train\.\d+(\.|$)", key)
     if in_source and kind == "model_type":
-        return Mistake(where, key, f"a path or a hub name is expected, not {given!r}", "or {source: NAME, ...}")
+        return Mistake(where, key, f"a path or a hub name is expected, not {given}", "or {source: NAME, ...}")
     if in_source and kind == "extra_forbidden":
         near = difflib.get_close_matches(key[in_source.end() :], Source.model_fields, n=1)
         return Mistake(where, key, "no such key", f"did you mean {near[0]}?" if near else f"a source has {', '.join(Source.model_fields)}")
     if kind in ("extra_forbidden", "invalid_key"):
         return Mistake(where, key, "no such key", _nearest(key))
     if kind == "model_type":
-        return Mistake(where, key, f"a section is expected, not {given!r}", f"write `{key}:` with `key: value` lines below it")
-    what = f"{given!r}: {entry['msg'][0].lower()}{entry['msg'][1:]}"
+        return Mistake(where, key, f"a section is expected, not {given}", f"write `{key}:` with `key: value` lines below it")
+    message = entry["msg"].removeprefix("Value error, ")
+    what = f"{given}: {message[0].lower()}{message[1:]}"
     if kind == "literal_error":
-        near = difflib.get_close_matches(str(given), re.findall(r"'(\w+)'", context["expected"]), n=1)
-        return Mistake(where, key, f"{given!r} is none of {context['expected']}", f"did you mean {near[0]}?" if near else "choose one")
+        near = difflib.get_close_matches(given.strip("'"), re.findall(r"'(\w+)'", context["expected"]), n=1)
+        return Mistake(where, key, f"{given} is none of {context['expected']}", f"did you mean {near[0]}?" if near else "choose one")
     section, _, name = key.partition(".")
     name = key[in_source.end() :] if in_source else name.split(".")[0]
     field = (Source if in_source else Recipe.model_fields[section].annotation).model_fields.get(name)

@@ -101,8 +101,16 @@ class Shape:
         mistakes = [
             Mistake(where, names.get(field, field), f"{value!r} is not a positive number", "take the config.json of the model's page")
             for field, value in values.items()
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_DIMENSION
         ]
+        if not mistakes and values["layers"] > MOST_LAYERS:
+            mistakes.append(Mistake(where, names["layers"], f"{values['layers']:,} layers", "take the config.json of the model's page"))
+        if not mistakes and (values["hidden_size"] % values["heads"] or values["heads"] % values["kv_heads"]):
+            what = f"{values['heads']} heads do not divide {values['hidden_size']}, or {values['kv_heads']} do not divide them"
+            mistakes.append(Mistake(where, names["heads"], what, "take the config.json of the model's page"))
+        if config.get("quantization_config") is not None:
+            what, fix = "the checkpoint is quantised already", "take the 16-bit model; method.kind: qlora quantises it"
+            mistakes.append(Mistake(where, "quantization_config", what, fix))
         if mistakes:
             raise Mistakes(*mistakes)
         # starcoder2's key is use_bias; gpt_bigcode always has biases.
@@ -110,6 +118,7 @@ class Shape:
         return cls(family=family, tied=config.get("tie_word_embeddings", True), bias=bias, **values)
 
 
+MOST_LAYERS, LARGEST_DIMENSION = 1_000, 10**7  # of any model that was ever made, by far
 BIGCODE_KEYS = {
     "hidden_size": "n_embd",
     "layers": "n_layer",
@@ -147,7 +156,7 @@ def read_shape(folder: Path) -> Shape:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise Mistakes(Mistake(str(path), "", error.strerror or "cannot be read", "name a folder that holds a model")) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Mistakes(Mistake(str(path), "", f"not valid JSON ({error})", "take the config.json of the model's page")) from None
     if not isinstance(config, dict):
         raise Mistakes(Mistake(str(path), "", f"a {type(config).__name__} at the top", "take the config.json of the model's page"))
@@ -160,7 +169,7 @@ def load_shape(name: str) -> Shape | None:
     Raises:
         Mistakes: see `read_shape`.
     """
-    folder = Path(name).expanduser()
+    folder = Path(name)
     if folder.is_dir():
         return read_shape(folder)
     shipped = SHIPPED / name.rpartition("/")[2]

@@ -73,7 +73,7 @@ def check_source(source: Source) -> list[Path] | None:
     Raises:
         Mistakes: there is nothing of that name, or a file that does not hold rows.
     """
-    path = Path(source.source).expanduser()
+    path = Path(source.source)
     if path.is_dir():
         return [path]
     files = [path] if path.is_file() else sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
@@ -116,7 +116,7 @@ def looks_like_hub_name(name: str) -> bool:
 
 def data_files(source: Source) -> str:
     """A pattern for the files of rows in a folder that was named as source code, or "" where there are none."""
-    folders = Path(source.source).expanduser()
+    folders = Path(source.source)
     suffixes = sorted({path.suffix for path in folders.iterdir() if path.suffix in DATA_SUFFIXES}) if folders.is_dir() else []
     return f"{source.source.rstrip('/')}/*{suffixes[0]}" if suffixes else ""
 

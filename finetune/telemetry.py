@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -25,7 +26,10 @@ class Metrics:
             self.file = open(out / "metrics.jsonl", "w", encoding="utf-8")
         flat = {f"{section}.{key}": str(value) for section, keys in recipe.model_dump().items() for key, value in keys.items()}
         if self.trackers:
-            accelerator.init_trackers(out.name, config=flat)
+            try:
+                accelerator.init_trackers(out.name, config=flat)
+            except OSError as error:
+                raise Mistakes(Mistake(str(out), "", f"a tracker cannot write there ({error.strerror})", "free space there")) from None
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Write `values` (plain numbers) under `step`.
@@ -35,6 +39,8 @@ class Metrics:
         """
         if self.file is None:
             return
+        if not os.path.exists(self.file.name):
+            raise Mistakes(Mistake(self.file.name, "", "is gone: the folder was removed or moved during the run", "start again"))
         try:
             self.file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
             self.file.flush()

@@ -80,7 +80,7 @@ def test_a_bad_deepspeed_file_is_refused(name, tmp_path):
     content = yaml.safe_load((ROOT / "4xT4.yaml").read_text())
     content["deepspeed_config"]["deepspeed_config_file"] = str(tmp_path / f"{name}.json")
     (tmp_path / "4xT4.yaml").write_text(yaml.safe_dump(content))
-    done = run_check("recipes/starcoder-lora.yaml", tmp_path / "4xT4.yaml", f"run.out={tmp_path}", machine="4xT4,compiler=no")
+    done = run_check("recipes/starcoder-lora.yaml", tmp_path / "4xT4.yaml", f"run.out={tmp_path / 'out'}", machine="4xT4,compiler=no")
     if name in BAD_DEEPSPEED_FILES:
         key, fix = BAD_DEEPSPEED_FILES[name]
         assert_refused(done, f"{name}.json", f": {key}: ", fix)

@@ -7,7 +7,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from finetune.checkpoint import UNFINISHED, make_folder, model_card, publish_result, verify_adapter, verify_model
+from finetune.checkpoint import UNFINISHED, model_card, publish_result, take_folder, verify_adapter, verify_model
 from finetune.mistakes import Mistakes
 from finetune.recipe import Recipe
 
@@ -69,11 +69,18 @@ def test_a_model_is_compared_over_all_its_shards(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_is_a_mistake(tmp_path):
-    make_folder(tmp_path / "new" / "run")
-    assert list((tmp_path / "new" / "run").iterdir()) == []
+    take_folder(tmp_path / "new" / "run")
     for out in ("/proc/run", "/dev/null/run"):
         with pytest.raises(Mistakes, match="run.out: .* cannot be written"):
-            make_folder(Path(out))
+            take_folder(Path(out))
+
+
+def test_a_folder_is_one_run_s_at_a_time(tmp_path):
+    lock = take_folder(tmp_path)
+    with pytest.raises(Mistakes, match="run.out: another run is writing to"):
+        take_folder(tmp_path)
+    lock.release()
+    take_folder(tmp_path).release()
 
 
 def test_publishing_moves_what_makes_it_loadable_last(tmp_path, monkeypatch):

@@ -279,7 +279,7 @@ def test_a_finished_run_is_not_written_over(find, tmp_path, result):
 
 def test_a_file_is_no_folder_for_results(find, tmp_path):
     (tmp_path / "out").write_text("")
-    one(find(), "run.out:", "is a file: name a folder")
+    one(find(), "run.out:", "is no folder: name one")
 
 
 # Trackers

@@ -144,5 +144,5 @@ def test_a_mistaken_launch_ends_with_our_message(recipe, launch, expected, tmp_p
 def test_a_world_of_another_size_than_the_file_s_is_refused(world_size, tmp_path):
     command = command_for("zero3", 2, tmp_path)
     command[command.index("--config_file") : command.index("--config_file")] = ["--num_processes", world_size]
-    done = run([*command, "train.py", "recipes/smoke.yaml", f"run.out={tmp_path}"], seconds=120)
+    done = run([*command, "train.py", "recipes/smoke.yaml", f"run.out={tmp_path / 'out'}"], seconds=120)
     assert done.returncode != 0 and f"2 in the file, and {world_size} processes are running" in done.stderr
