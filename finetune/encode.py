@@ -21,6 +21,8 @@ from finetune.recipe import Data
 # Room that a piece of a longer document leaves for what fill-in-the-middle adds: three sentinels, and the tokens that its cuts
 # split. A piece that outgrows it stays left to right, and is counted.
 FIM_ROOM = 8
+# Of StarCoder's tokenizer on code it is 3 to 4; where a text has more it is encoded once more than needed.
+MOST_CHARACTERS_A_TOKEN = 3
 REPOSITORY_TOKENS = (("<reponame>", "<filename>"), ("<repo_name>", "<file_sep>"))  # StarCoder's, and StarCoder2's
 
 
@@ -107,6 +109,9 @@ class Encoder:
             tokenizer.no_truncation()
             tokenizer.no_padding()
         special = [token.content for token in self.text.get_added_tokens_decoder().values() if token.special]
+        # Tokens of a byte-level vocabulary that begin inside a character: with a byte that UTF-8 never starts one with.
+        inside = {chr(code) for code in _continuation_characters()}
+        self.inside = {token_id for token, token_id in self.text.get_vocab(with_added_tokens=False).items() if token[:1] in inside}
         self.special = re.compile("|".join(map(re.escape, special)) or "(?!)")
 
     def encode(self, documents: Iterable[tuple[Document, str]]) -> Encoded:
@@ -171,27 +176,42 @@ class Encoder:
             key: of the draws; each piece draws for itself, so that prefix, middle and suffix stand in one row.
             head: tokens that go before the first piece.
         """
-        ids = self._turn(text, f"{key}:0") or self._encode(text)
-        if len(head) + len(ids) < self.limit:
-            return self._learnable([[*head, *ids]])
-        encoding = self.text.encode(text, add_special_tokens=False)
-        ids, offsets, pieces, start = encoding.ids, encoding.offsets, [], 0
+        # A text that is surely longer than a row need not be turned as a whole to find that out.
+        ids = self._turn(text, f"{key}:0") if len(text) < MOST_CHARACTERS_A_TOKEN * self.limit else None
+        if ids is None or len(head) + len(ids) >= self.limit:
+            whole = self._encode(text)
+            if len(head) + len(whole) >= self.limit:
+                return self._learnable(self._cut(text, whole, key, head, out))
+            ids = self._turn(text, f"{key}:0")
+            if ids is None or len(head) + len(ids) >= self.limit:
+                ids = whole
+        return self._learnable([[*head, *ids]])
+
+    def _cut(self, text: str, ids: list[int], key: str, head: list[int], out: Encoded) -> list[list[int]]:
+        pieces, start = [], 0
+        can_turn = self.plan.fim_tokens is not None and self.text.decode(ids) == text
         while start < len(ids):
-            room = self.limit - len(head)
-            piece = None
-            if self.plan.fim_tokens and room > 4 * FIM_ROOM:
-                end = _cut(offsets, start, room - FIM_ROOM)
-                is_last = end == len(ids)
-                piece = self._turn(text[offsets[start][0] : offsets[end - 1][1]], f"{key}:{len(pieces)}")
-                if piece and len(piece) + is_last > room:
+            room, piece = self.limit - len(head), None
+            if can_turn and room > 4 * FIM_ROOM:
+                end = self._boundary(ids, start, min(room - FIM_ROOM, len(ids) - start))
+                piece = self._turn(self.text.decode(ids[start:end]), f"{key}:{len(pieces)}")
+                if piece and len(piece) + (end == len(ids)) > room:
                     out.notes["a piece left to right, for want of room"] += 1
                     piece = None
             if piece is None:
-                end = len(ids) if len(ids) - start < room else _cut(offsets, start, min(room, len(ids) - start - 1))
+                left = len(ids) - start
+                end = len(ids) if left < room else self._boundary(ids, start, min(room, left - 1))
                 piece = ids[start:end]
             pieces.append([*head, *piece])
             head, start = [], end
-        return self._learnable(pieces)
+        return pieces
+
+    def _boundary(self, ids: list[int], start: int, count: int) -> int:
+        """The end of a piece of at most `count` tokens from `start` that splits no character."""
+        end = start + count
+        while end < len(ids) and end > start + 1 and ids[end] in self.inside:
+            end -= 1
+        return end
 
     def _turn(self, text: str, key: str) -> list[int] | None:
         """The text as fill-in-the-middle, or None where it was not drawn."""
@@ -212,12 +232,8 @@ class Encoder:
         return [piece for piece in pieces if piece[0] < 0 and piece[-1] >= 0] if self.plan.middle_only else pieces
 
 
-def _cut(offsets: list[tuple[int, int]], start: int, count: int) -> int:
-    """The end of a piece of at most `count` tokens from `start` that splits no character.
-
-    offsets: (first, end) of each token in characters. The tokens of one character share them.
-    """
-    end = min(start + count, len(offsets))
-    while end < len(offsets) and end > start + 1 and offsets[end - 1][1] != offsets[end][0]:
-        end -= 1
-    return end
+def _continuation_characters() -> list[int]:
+    """How byte-level BPE writes the bytes 0x80 to 0xBF: those that Latin-1 can print as themselves, the others counted from 256."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [byte if byte in printable else 256 + others.index(byte) for byte in range(0x80, 0xC0)]

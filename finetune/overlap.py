@@ -23,15 +23,15 @@ SIMILAR = 0.7
 EMPTY = np.uint32(2**32 - 1)
 # A benchmark's text of fewer words ("return a + b") is found in any code.
 LEAST_WORDS = 8
-WORDS = re.compile(r"\w+")
+WORDS = re.compile(rb"[\w\x80-\xff]+")  # of UTF-8; beyond ASCII everything counts as a letter
 DOCSTRING = re.compile(r'"""(.+?)(?:>>>|"""|\'\'\')|\'\'\'(.+?)(?:>>>|"""|\'\'\')', re.DOTALL)
 BENCHMARK_COLUMNS = ("prompt", "canonical_solution", "text", "code")  # HumanEval's and MBPP's
 
 
 def hash_words(text: str) -> np.ndarray:
     """A 64-bit hash of each word, uint64 [words]; case and everything between words do not count."""
-    words = WORDS.findall(text.lower())
-    return np.fromiter((zlib.crc32(word.encode("utf-8")) for word in words), np.uint64, len(words)) * np.uint64(0x9E3779B97F4A7C15)
+    words = WORDS.findall(text.lower().encode("utf-8"))
+    return np.fromiter(map(zlib.crc32, words), np.uint64, len(words)) * np.uint64(0x9E3779B97F4A7C15)
 
 
 def _hash_runs(words: np.ndarray, length: int) -> np.ndarray:
