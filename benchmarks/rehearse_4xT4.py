@@ -30,6 +30,7 @@ CASES = {  # name: (recipe, launch file)
     "starcoder2-15b-qlora": ("recipes/starcoder2-15b-qlora.yaml", "accelerate_configs/4xT4-ddp.yaml"),
     "starcoderbase-1b-full": ("recipes/starcoderbase-1b-full.yaml", "accelerate_configs/4xT4-zero2.yaml"),
     "starcoderbase-3b-lora": ("recipes/starcoderbase-3b-lora.yaml", "accelerate_configs/4xT4-ddp.yaml"),
+    "starcoderbase-3b-lora, ZeRO-3": ("recipes/starcoderbase-3b-lora.yaml", "4xT4.yaml"),
 }
 
 
