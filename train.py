@@ -97,7 +97,7 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
     deepspeed = distributed.deepspeed_config(accelerator)
     base = model.load_model(recipe.model, recipe.method, folder, precision, accelerator.device, deepspeed)
     set_seed(run.seed)
-    network = model.prepare_for_training(base, recipe.method, recipe.memory)
+    network = model.prepare_for_training(base, recipe.method, recipe.memory, in_engine=deepspeed is not None)
     set_seed(run.seed, device_specific=True)
     trainable = sum(torch.Size(model.whole_shape(p)).numel() for p in model.named_trainable(network).values())
     accelerator.print(f"{trainable:,} trainable parameters")

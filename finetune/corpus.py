@@ -150,10 +150,14 @@ def prepare(data: Data, tokenizer, seed: int, positions: int, vocab_size: int) -
     if data.seq_len > positions:
         raise Mistakes(Mistake("recipe", "data.seq_len", f"{data.seq_len} is more than the model's {positions} positions", "lower it"))
     maker = _Maker(data, tokenizer, seed, vocab_size)
-    maker.make_base()
+    try:
+        maker.make_base()
+        corpus = Corpus(maker)
+    finally:
+        maker.close()
     if "messages" in maker.facts["formats"]:
         tokenizer.chat_template = maker.template.text  # saved with the result, which answers only what it was taught
-    return Corpus(maker)
+    return corpus
 
 
 class _Maker:
@@ -174,6 +178,7 @@ class _Maker:
         self.readers = [sources.open_source(source, Tally(), None, data.largest_bytes) for source in data.train]
         self.fingerprint = self._fingerprint()
         self.path = Path(data.cache) / self.fingerprint
+        self.pool: Workers | None = None  # starting it takes seconds, so the base and the first part share it
         self.starts: dict[int, dict[str, Any]] = {0: {"first_row": 0, "pass": 0, "positions": None}}
 
     def make_base(self) -> None:
@@ -183,6 +188,12 @@ class _Maker:
                 self._check_room()
                 self._make("base", self._make_base)
             self.facts = json.loads((self.path / "base" / "facts.json").read_text("utf-8"))
+
+    def close(self) -> None:
+        """End the processes that prepare."""
+        if self.pool is not None:
+            self.pool.close()
+        self.pool = None
 
     def part_of_base(self, name: str) -> Part:
         return self._checked(Part(self.path / "base" / name))
@@ -319,14 +330,14 @@ class _Maker:
             raise self._too_little(f"{len(places)} usable document{'s' * (len(places) != 1)}: one to train on and one to hold out", tallies)
         # At least one document is held out, and at least one is not.
         threshold = float(min(max(self.data.eval_share, (places[0] + places[1]) / 2), places[-1]))
-        with self._workers(threshold, documents) as pool:
-            signatures = pool.map(workers.sign_held_out, documents)
-            np.save(path / "signatures.npy", np.concatenate(list(signatures)))
-            verdicts = self._judge(pool, documents, path / "signatures.npy", tallies, REASONS)
-            np.save(path / "verdicts.npy", verdicts)
-            held_out = self._write(pool, path / "held_out", documents, verdicts, "held_out", 0)
-            if self.plan.fim_rate > 0 and self._write(pool, path / "infilling", documents, verdicts, "infilling", 0)["rows"] == 0:
-                shutil.rmtree(path / "infilling")
+        pool = self._workers(threshold, documents)
+        signatures = pool.map(workers.sign_held_out, documents)
+        np.save(path / "signatures.npy", np.concatenate(list(signatures)))
+        verdicts = self._judge(pool, documents, path / "signatures.npy", tallies, REASONS)
+        np.save(path / "verdicts.npy", verdicts)
+        held_out = self._write(pool, path / "held_out", documents, verdicts, "held_out", 0)
+        if self.plan.fim_rate > 0 and self._write(pool, path / "infilling", documents, verdicts, "infilling", 0)["rows"] == 0:
+            shutil.rmtree(path / "infilling")
         if held_out["rows"] == 0:
             raise self._too_little("nothing that is held out can be evaluated on", tallies, held_out["sources"])
         sources_facts = [
@@ -344,11 +355,12 @@ class _Maker:
             following, _ = self._collect(documents, start, tallies, self.facts["formats"])
         elif number:
             following = {"pass": start["pass"] + 1, "positions": None}
-        with self._workers(self.facts["threshold"], documents) as pool:
-            verdicts = (
-                self._judge(pool, documents, base / "signatures.npy", tallies, REASONS_LATER) if read_on else np.load(base / "verdicts.npy")
-            )
-            known = self._write(pool, path, documents, verdicts, "train", start["pass"])
+        pool = self._workers(self.facts["threshold"], documents)
+        verdicts = (
+            self._judge(pool, documents, base / "signatures.npy", tallies, REASONS_LATER) if read_on else np.load(base / "verdicts.npy")
+        )
+        known = self._write(pool, path, documents, verdicts, "train", start["pass"])
+        self.close()
         if number == 0 and known["rows"] == 0:
             raise self._too_little("nothing to train on", tallies, known["sources"])
         if read_on:
@@ -406,8 +418,11 @@ class _Maker:
         return {"pass": start["pass"], "positions": positions}, places
 
     def _workers(self, threshold: float, documents: Path) -> Workers:
+        if self.pool is not None:
+            return self.pool
         weights = tuple(source.weight for source in self.data.train)
-        return Workers(Setting(self.plan, threshold, weights, self.benchmarks), len(store.batch_sizes(documents)))
+        self.pool = Workers(Setting(self.plan, threshold, weights, self.benchmarks), len(store.batch_sizes(documents)))
+        return self.pool
 
     def _judge(self, pool: Workers, documents: Path, signatures: Path, tallies: list[Tally], reasons: dict[int, str]) -> np.ndarray:
         """The verdict on each document, uint8 [documents]; those that are a reason to leave it out are counted."""

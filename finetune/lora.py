@@ -26,10 +26,19 @@ def _forward(layer: LoraLayer, x: torch.Tensor) -> torch.Tensor:
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if layer.disable_adapters or layer.merged:
         return layer.base_layer(x)
-    added = [layer.lora_B[name](layer.lora_A[name](layer.lora_dropout[name](x)) * layer.scaling[name]) for name in layer.active_adapters]
+    added = []
+    for name in layer.active_adapters:
+        lora_a, lora_b = layer.lora_A[name], layer.lora_B[name]
+        narrow = lora_a(layer.lora_dropout[name](x.to(_dtype(lora_a, x)))) * layer.scaling[name]
+        added.append(lora_b(narrow).to(x.dtype))
     # The base comes last. A 4-bit product keeps nothing for the backward pass, so where a checkpointed layer is recomputed its last
     # product, two fifths of the layer, is left out: torch stops once all that was kept is there again.
     out = layer.base_layer(x)
     for each in added:
         out = each.add_(out)  # in place of the adapter's: bitsandbytes returns a view
     return out
+
+
+def _dtype(linear: torch.nn.Linear, x: torch.Tensor) -> torch.dtype:
+    """What the input of an adapter's matrix has to be: under autocast anything, else as the matrix, which DeepSpeed keeps in half."""
+    return x.dtype if torch.is_autocast_enabled(x.device.type) else linear.weight.dtype

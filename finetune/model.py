@@ -265,8 +265,12 @@ def _is_linear(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.Linear)  # bitsandbytes' Linear4bit is one
 
 
-def add_lora(model: PreTrainedModel, method: recipe.Method) -> PeftModel:
-    """Freeze the base and put fp32 LoRA matrices on every module that `method.targets` names.
+def add_lora(model: PreTrainedModel, method: recipe.Method, in_engine: bool = False) -> PeftModel:
+    """Freeze the base and put LoRA matrices on every module that `method.targets` names.
+
+    Args:
+        in_engine: leave the matrices in the base's precision, since DeepSpeed's optimizer has fp32 masters of its own; under ZeRO-3
+            it would leave fp32 matrices as they are, and compute with them. Otherwise they are fp32, as the gradient scaler wants.
 
     Raises:
         Mistakes: a name matches nothing, which PEFT passes over in silence as long as another one matches.
@@ -283,13 +287,16 @@ def add_lora(model: PreTrainedModel, method: recipe.Method) -> PeftModel:
         target_modules=method.targets or names,
         task_type="CAUSAL_LM",
     )
-    network = get_peft_model(model, config)  # adapters of a 16-bit base are made fp32 (autocast_adapter_dtype)
+    network = get_peft_model(model, config, autocast_adapter_dtype=not in_engine)
     use_lean_forward(network)
     return network
 
 
-def prepare_for_training(model: PreTrainedModel, method: recipe.Method, memory: recipe.Memory) -> torch.nn.Module:
+def prepare_for_training(model: PreTrainedModel, method: recipe.Method, memory: recipe.Memory, in_engine: bool = False) -> torch.nn.Module:
     """Put LoRA on the base or thaw all of it, checkpoint activations, and set training mode, without which nothing is checkpointed.
+
+    Args:
+        in_engine: the model goes to DeepSpeed's engine.
 
     Raises:
         Mistakes: see `add_lora`.
@@ -302,7 +309,7 @@ def prepare_for_training(model: PreTrainedModel, method: recipe.Method, memory: 
         model.activation_checkpointing_enable({"use_reentrant": False})
         if memory.offload_activations:
             offload_checkpoints(model)
-    trainable = model.requires_grad_(True) if method.kind == "full" else add_lora(model, method)
+    trainable = model.requires_grad_(True) if method.kind == "full" else add_lora(model, method, in_engine)
     return trainable.train()
 
 

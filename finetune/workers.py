@@ -45,7 +45,7 @@ class Encoded:
 class Workers:
     """Runs tasks over the batches of a file of documents, in order, in processes of their own where there are enough batches.
 
-    A context. No more results are held than there are workers to make them, so memory does not grow with the data.
+    No more results are held than there are workers to make them, so memory does not grow with the data.
     """
 
     def __init__(self, setting: Setting, batches: int):
@@ -58,10 +58,7 @@ class Workers:
         else:
             _start(setting)
 
-    def __enter__(self) -> "Workers":
-        return self
-
-    def __exit__(self, *_) -> None:
+    def close(self) -> None:
         if self.pool is not None:
             self.pool.shutdown(cancel_futures=True)
 

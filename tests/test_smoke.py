@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from finetune.checkpoint import UNFINISHED
@@ -146,3 +147,18 @@ def test_a_world_of_another_size_than_the_file_s_is_refused(world_size, tmp_path
     command[command.index("--config_file") : command.index("--config_file")] = ["--num_processes", world_size]
     done = run([*command, "train.py", "recipes/smoke.yaml", f"run.out={tmp_path / 'out'}"], seconds=120)
     assert done.returncode != 0 and f"2 in the file, and {world_size} processes are running" in done.stderr
+
+
+def test_half_precision_under_zero_3(tmp_path):
+    """bf16 stands for fp16, which DeepSpeed refuses on a CPU: base and adapter in half, masters in fp32, every cast in its place."""
+    overrides = ["model.precision=bf16", "optim.steps=6", "optim.warmup_steps=1", "run.sample_tokens=0", "run.trackers=[]"]
+    command = [*command_for("zero3", 2, tmp_path), "train.py", "recipes/smoke.yaml", f"run.out={tmp_path / 'out'}", *overrides]
+    done = run(command, seconds=200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    metrics = read_metrics(tmp_path / "out")
+    assert metrics[-1]["eval_loss"] < metrics[0]["eval_loss"]
+    # What is saved are the masters.
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "adapter_model.safetensors").values()} == {torch.float32}
+    base = AutoModelForCausalLM.from_pretrained("models/tiny-starcoder", dtype=torch.float32)
+    loss = held_out_loss(PeftModel.from_pretrained(base, tmp_path / "out"), tmp_path / "out")
+    assert loss == pytest.approx(metrics[-1]["eval_loss"], abs=0.02)
