@@ -69,8 +69,6 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
 
     optim, run, out = recipe.optim, recipe.run, Path(recipe.run.out)
 
-    lock = checkpoint.take_folder(out)
-
     # Data. Prepared once, by the rank that comes first, and before there are collectives that could wait for it.
     folder = model.fetch(recipe.model)
     shape = read_shape(folder)
@@ -79,7 +77,8 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
     data = corpus.prepare(recipe.data, tokenizer, run.seed, shape.positions, shape.vocab_size)
     check_sample(tokenizer, run, shape)
 
-    # Processes.
+    # Processes. Whatever is wrong with model or data has been said by now, and nothing was written.
+    lock = checkpoint.take_folder(out)
     accelerator = distributed.start(recipe, launch, precision)
     is_main, world = accelerator.is_main_process, accelerator.num_processes
     distributed.check_same(accelerator, "rows of data.train", data.digest())

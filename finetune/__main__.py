@@ -51,6 +51,23 @@ def check(arguments: argparse.Namespace) -> None:
         print(f"  note       {note}")
 
 
+def data(arguments: argparse.Namespace) -> None:
+    """Prepare the data of a recipe, as the run would and for it, and show what became of it. Reads the tokenizer, no weights.
+
+    Raises:
+        Mistakes: of the recipe, its model's folder and its data.
+    """
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    from finetune import corpus, model  # torch is needed by the tokenizer alone, and takes seconds
+    from finetune.describe import describe, show_row
+    from finetune.shape import read_shape
+
+    folder = model.fetch(recipe.model)
+    shape, tokenizer = read_shape(folder), model.load_tokenizer(folder)
+    rows = corpus.prepare(recipe.data, tokenizer, recipe.run.seed, shape.positions, shape.vocab_size)
+    print(f"{describe(rows.manifest())}\n\nthe first row ([[ ]] is not learnt):\n{show_row(rows.first_row(), tokenizer)}")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; each sets `run`, which takes the parsed arguments."""
     parser = argparse.ArgumentParser(prog="python -m finetune", description="Everything but training, which is train.py.")
@@ -62,6 +79,11 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--launch", required=True, metavar="FILE", help="the accelerate YAML")
     command.add_argument("--machine", help="another machine than this one, as in 4xT4 or 4xT4,host=120,compiler=no")
     command.set_defaults(run=check)
+
+    command = commands.add_parser("data", help="prepare a recipe's data as the run would, and show what became of it; trains nothing")
+    command.add_argument("recipe", help="recipes/NAME.yaml")
+    command.add_argument("overrides", nargs="*", help="section.key=value, as for train.py")
+    command.set_defaults(run=data)
     return parser
 
 

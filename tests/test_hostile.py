@@ -317,3 +317,19 @@ def test_a_full_disk_while_the_tokenizer_is_saved_is_a_message(tmp_path):
 
     with pytest.raises(OSError, match="No space left"):
         checkpoint._save_tokenizer(Full(), tmp_path)
+
+
+@pytest.mark.parametrize("program", [TRAIN[:3], [sys.executable, "-m", "finetune", "data", "recipes/smoke.yaml"]], ids=["train", "data"])
+def test_data_that_cannot_be_read_is_one_message_and_leaves_nothing(tmp_path, program):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": \'b\'}\n{"text": "c"}\n')
+    overrides = [f"data.train={tmp_path / 'rows.jsonl'}", f"run.out={tmp_path / 'out'}", f"data.cache={tmp_path / 'cache'}"]
+    done = run([*program, *overrides], seconds=60)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.count("error: ") == 1 and "rows.jsonl:2: not a line of JSON" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_are_shown_without_training(tmp_path):
+    command = [sys.executable, "-m", "finetune", "data", "recipes/smoke.yaml", "data.train=finetune", f"data.cache={tmp_path / 'cache'}"]
+    done = run(command, seconds=60)
+    assert done.returncode == 0 and "--- piece ---" in done.stdout and "rows of 256 (best_fit)" in done.stdout, done.stderr

@@ -41,7 +41,7 @@ def test_every_command_parses(document, command):
     if words[:3] == ["python", "-m", "finetune"]:
         arguments = parse_arguments(words[3:])
         load_recipe(arguments.recipe, arguments.overrides)
-        assert read_launch(arguments.launch).processes
+        assert words[3] == "data" or read_launch(arguments.launch).processes
         return
     script = words.index("train.py")
     if words[0] == "accelerate":
