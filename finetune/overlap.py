@@ -61,18 +61,25 @@ def similarity(one: np.ndarray, other: np.ndarray) -> float:
 
 
 class NearDuplicates:
-    """An index of signatures that tells whether another document is nearly one of them."""
+    """An index of documents that tells whether another one is nearly one of them.
+
+    Both all of the text and what is learnt of it have to be similar: chats that share a long system prompt are no duplicates, nor are
+    two questions that have the same short answer.
+    """
 
     def __init__(self, signatures: np.ndarray):
-        """signatures: uint32 [documents, BINS]."""
+        """signatures: uint32 [documents, 2, BINS], of all of the text and of what is learnt."""
         self.signatures, self.bands = signatures, defaultdict(list)
-        for number, one in enumerate(signatures):
-            for key in self._keys(one):
+        for number, (_, learnt) in enumerate(signatures):
+            for key in self._keys(learnt):
                 self.bands[key].append(number)
 
     def has(self, other: np.ndarray) -> bool:
-        candidates = {number for key in self._keys(other) for number in self.bands.get(key, ())}
-        return any(similarity(self.signatures[number], other) >= SIMILAR for number in candidates)
+        """Whether the document with the signatures `other`, uint32 [2, BINS], is one."""
+        candidates = {number for key in self._keys(other[1]) for number in self.bands.get(key, ())}
+        return any(
+            all(similarity(own, its) >= SIMILAR for own, its in zip(self.signatures[number], other, strict=True)) for number in candidates
+        )
 
     @staticmethod
     def _keys(one: np.ndarray) -> Iterable[tuple[int, bytes]]:

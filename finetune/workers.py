@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from finetune.encode import Encoder, Plan
+from finetune.formats import Document
 from finetune.mistakes import Mistake, Mistakes
 from finetune.overlap import BINS, Benchmarks, NearDuplicates, hash_words, signature
 from finetune.store import batch_sizes, place, read_batch
@@ -115,10 +116,18 @@ def _near_duplicates(signatures: Path) -> NearDuplicates:
 
 
 def sign_held_out(documents: Path, batch: int) -> np.ndarray:
-    """Task: the signatures of a batch's held-out documents, uint32 [documents, BINS]."""
+    """Task: the signatures of a batch's held-out documents, uint32 [documents, 2, BINS]."""
     held_out = [document for _, document in read_batch(documents, batch) if place(document) < _setting.threshold]
-    signatures = [signature(hash_words(document.text)) for document in held_out]
-    return np.array(signatures, np.uint32).reshape(-1, BINS)
+    signatures = [_sign(document, hash_words(document.text)) for document in held_out]
+    return np.array(signatures, np.uint32).reshape(-1, 2, BINS)
+
+
+def _sign(document: Document, words: np.ndarray) -> np.ndarray:
+    whole = signature(words)
+    if len(document.segments) == 1:
+        return np.stack([whole, whole])
+    learnt = "".join(segment.text for segment in document.segments if segment.learnt)
+    return np.stack([whole, signature(hash_words(learnt))])
 
 
 def judge(documents: Path, batch: int, signatures: Path) -> np.ndarray:
@@ -131,7 +140,7 @@ def judge(documents: Path, batch: int, signatures: Path) -> np.ndarray:
         elif held_out:
             verdicts.append(HELD_OUT)
         else:
-            verdicts.append(NEAR_DUPLICATE if _near_duplicates(signatures).has(signature(words)) else TRAIN)
+            verdicts.append(NEAR_DUPLICATE if _near_duplicates(signatures).has(_sign(document, words)) else TRAIN)
     return np.array(verdicts, np.uint8)
 
 

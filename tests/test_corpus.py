@@ -291,6 +291,27 @@ def test_near_duplicates_of_held_out_documents_are_not_trained_on(tmp_path):
         assert len(train) + len(held_out) == 100
 
 
+def test_examples_that_share_a_prompt_or_an_answer_are_no_duplicates(tmp_path):
+    draw = np.random.default_rng(0)
+    shared = " ".join(draw.choice([f"word{n}" for n in range(900)], 60))
+
+    def chat(question, answer):
+        roles = (("system", shared), ("user", question), ("assistant", answer))
+        return {"messages": [{"role": role, "content": content} for role, content in roles]}
+
+    def own(number, count):
+        return " ".join(f"{part}{number}" for part in [f"p{n}x" for n in range(count)])
+
+    def dropped(rows):
+        path = write_rows(tmp_path / "rows.jsonl", rows)
+        return make(tmp_path, path, eval_share=0.3, seq_len=1000, fim_rate=0.0).manifest()["sources"][0]["dropped"]
+
+    assert dropped([chat(own(n, 3), own(n, 12)) for n in range(40)]) == {}, "the system prompt alone is the same"
+    assert dropped([{"prompt": own(n, 30), "completion": "yes, that is so"} for n in range(40)]) == {}, "the answer alone is the same"
+    nearly = [chat(own(n, 3), f"{own(n, 40)} {end}") for n in range(40) for end in ("a", "b")]
+    assert dropped(nearly)["nearly a held-out document"] > 5
+
+
 def test_benchmarks_are_left_out_wherever_they_stand(tmp_path):
     prose = "Return whether all the values in the list are below the limit."
     prompt = f'def below(values, limit):\n    """{prose}\n    >>> below([1], 2)\n    True\n    """\n'

@@ -23,7 +23,7 @@ WITHOUT_TORCH = {
     "launch": {"mistakes", "recipe"},
     "encode": {"fim", "formats", "mistakes", "recipe"},
     "packing": set(),
-    "workers": {"encode", "mistakes", "overlap", "store"},
+    "workers": {"encode", "formats", "mistakes", "overlap", "store"},
     "corpus": {"encode", "fim", "folder", "formats", "mistakes", "overlap", "packing", "recipe", "sources", "store", "workers"},
     "describe": {"packing"},
     "preflight": {"launch", "machine", "mistakes", "recipe", "shape", "sources"},
