@@ -5,7 +5,7 @@ import os
 import deepspeed
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+from accelerate.utils import AutocastKwargs, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 
 from finetune.launch import Launch
 from finetune.mistakes import Mistake, Mistakes
@@ -19,7 +19,12 @@ def start(recipe: Recipe, launch: Launch, precision: str) -> Accelerator:
         Mistakes: the world that came up is not the one that the launch file asks for.
     """
     use_cpu = launch.cpu or not torch.cuda.is_available()
-    handlers = [DistributedDataParallelKwargs(find_unused_parameters=False, gradient_as_bucket_view=True)]
+    handlers = [
+        DistributedDataParallelKwargs(find_unused_parameters=False, gradient_as_bucket_view=True),
+        # A frozen base computes in its own precision and a LoRA layer casts its matrices itself (lora.py): autocast would only make
+        # fp32 copies around each LayerNorm, which accumulates in fp32 inside its kernel anyway.
+        AutocastKwargs(enabled=recipe.method.kind == "full"),
+    ]
     if use_cpu and "RANK" in os.environ:
         # Without gloo each CPU process of a DeepSpeed launch believes that it is alone.
         handlers.append(InitProcessGroupKwargs(backend="gloo"))

@@ -1,44 +1,113 @@
-"""The forward pass of a LoRA layer with no more copies than it needs.
+"""LoRA layers with no more copies, kernels and kept tensors than they need.
 
 PEFT's own casts the layer's input to the adapter's fp32 and autocast casts it back: of StarCoder's 24,576-wide activations that is
 800 MB in fp32 for a row of 8,192 tokens, and a second fp16 copy is kept for the backward pass. It scales and adds the adapter's
-output at full width in passes of their own. Here the input is cast once, if at all, to the precision that is computed in; the scale is
-put on the rank-wide product; and the output is added in place.
+output at full width in passes of their own, and autograd adds the two gradients of the input in one more. A frozen weight is kept for
+the backward pass too, by bitsandbytes where saved-tensor hooks do not see it, which under ZeRO-3 holds on to every gathered weight.
+
+Here y = W x + bias + scale B A x (Hu et al. 2021, arXiv 2106.09685, section 4.1) is two autograd functions without autocast. The
+adapter computes in the input's precision from fp32 matrices that are cast on the way; the frozen product adds to it in place, keeps
+nothing, and asks its module for the weight again in the backward pass, when it is there, whole, also under ZeRO-3.
 """
 
 from types import MethodType
 
 import torch
+from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit
+from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 
 
-def use_lean_forward(model: torch.nn.Module) -> int:
-    """Give every LoRA layer of `model` the lean forward, in place, and return how many there are."""
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    for layer in layers:
+def use_lean_forward(model: torch.nn.Module) -> None:
+    """Give every LoRA layer of `model` the lean forward, in place."""
+    for layer in [module for module in model.modules() if isinstance(module, LoraLayer)]:
         layer.forward = MethodType(_forward, layer)
-    return len(layers)
+        layer.base_layer.forward = MethodType(_base_forward, layer.base_layer)
 
 
-def _forward(layer: LoraLayer, x: torch.Tensor) -> torch.Tensor:
-    """base(x) + scale B A x, x [..., in] to [..., out]. The submodules are called, so that ZeRO-3's hooks gather their weights."""
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+def _forward(layer: LoraLinear, x: torch.Tensor) -> torch.Tensor:
+    """x [..., in] to [..., out], of x's dtype."""
     if layer.disable_adapters or layer.merged:
         return layer.base_layer(x)
-    added = []
-    for name in layer.active_adapters:
-        lora_a, lora_b = layer.lora_A[name], layer.lora_B[name]
-        narrow = lora_a(layer.lora_dropout[name](x.to(_dtype(lora_a, x)))) * layer.scaling[name]
-        added.append(lora_b(narrow).to(x.dtype))
-    # The base comes last. A 4-bit product keeps nothing for the backward pass, so where a checkpointed layer is recomputed its last
-    # product, two fifths of the layer, is left out: torch stops once all that was kept is there again.
-    out = layer.base_layer(x)
-    for each in added:
-        out = each.add_(out)  # in place of the adapter's: bitsandbytes returns a view
-    return out
+    (name,) = layer.active_adapters
+    lora_a, lora_b, dropout, scale = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name], layer.scaling[name]
+    if hasattr(lora_a.weight, "ds_id"):
+        # ZeRO-3 gathers a matrix while its own module is called, and keeps it in the base's precision. The base comes last here too.
+        added = lora_b(lora_a(dropout(x)) * scale)
+        return layer.base_layer(x) + added
+    # Without dropout both products have one input, whose gradient is then added up in one place.
+    one_input, joined = isinstance(dropout, torch.nn.Identity), torch.is_grad_enabled()
+    bias = layer.base_layer.bias if joined else None
+    added = _Adapter.apply(x.detach() if one_input else dropout(x), lora_a.weight, lora_b.weight, bias, scale)
+    if not joined:
+        return added.add_(layer.base_layer(x))
+    return _FrozenProduct.apply(x, added, layer.base_layer, added.grad_fn, one_input)
 
 
-def _dtype(linear: torch.nn.Linear, x: torch.Tensor) -> torch.dtype:
-    """What the input of an adapter's matrix has to be: under autocast anything, else as the matrix, which DeepSpeed keeps in half."""
-    return x.dtype if torch.is_autocast_enabled(x.device.type) else linear.weight.dtype
+def _base_forward(linear: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """The frozen layer alone; without gradients by its own product, which for a few tokens needs no whole 4-bit weight."""
+    return _FrozenProduct.apply(x, None, linear, None, False) if torch.is_grad_enabled() else type(linear).forward(linear, x)
+
+
+def _weight(linear: torch.nn.Linear, dtype: torch.dtype) -> torch.Tensor:
+    """The frozen weight [out, in], from 4 bits where it is held in them."""
+    weight = linear.weight
+    if isinstance(linear, Linear4bit):
+        weight = dequantize_4bit(weight.data.view(-1, 1), weight.quant_state)
+    return weight.detach().to(dtype)
+
+
+class _Adapter(torch.autograd.Function):
+    """bias + scale B A x. Keeps x, A x, which is as narrow as the rank, and the matrices as they were computed with."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, scale: float) -> torch.Tensor:
+        """x [..., in]; a [rank, in]; b [out, rank]; bias [out] or None. To [..., out]."""
+        ctx.scale, ctx.dtype = scale, a.dtype
+        a, b, rows = a.to(x.dtype), b.to(x.dtype), x.flatten(0, -2)
+        narrow = rows @ a.T
+        out = x.new_empty(*x.shape[:-1], len(b))  # not a view, which could not be added to in place
+        bias = x.new_zeros(()) if bias is None else bias.to(x.dtype)
+        torch.addmm(bias, narrow, b.T, alpha=scale, out=out.view(len(rows), -1))
+        ctx.save_for_backward(rows, narrow, a, b)
+        return out
+
+    @staticmethod
+    def backward(ctx, _) -> tuple[torch.Tensor | None, ...]:
+        of_x, of_a, of_b = ctx.gradients
+        return of_x, of_a.to(ctx.dtype), of_b.to(ctx.dtype), None, None
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """W x, added in place to what the adapter gave; in the backward pass the whole layer's gradients, the adapter's for it to return.
+    Without an adapter W x + bias.
+
+    It comes last and keeps nothing itself: where a checkpointed layer is recomputed, torch stops once all that was kept is there
+    again, and the layer's last product, two fifths of StarCoder's, is left out.
+    """
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, added: torch.Tensor | None, linear: torch.nn.Linear, adapter, one_input: bool) -> torch.Tensor:
+        """x [..., in]; added [..., out]; adapter: the `_Adapter` node that made it, from x itself (`one_input`) or another."""
+        ctx.linear, ctx.adapter, ctx.one_input = linear, adapter, one_input
+        if added is None:
+            return torch.nn.functional.linear(x, _weight(linear, x.dtype), linear.bias)
+        ctx.mark_dirty(added)
+        added.view(-1, added.shape[-1]).addmm_(x.flatten(0, -2), _weight(linear, x.dtype).T)
+        return added
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_out, through_adapter = gradient.flatten(0, -2), None
+        of_x = of_out @ _weight(ctx.linear, gradient.dtype) if ctx.needs_input_grad[0] else None
+        if ctx.adapter is None:
+            return None if of_x is None else of_x.view(*gradient.shape[:-1], -1), None, None, None, None
+        rows, narrow, a, b = ctx.adapter.saved_tensors
+        of_narrow = (of_out @ b).mul_(ctx.adapter.scale)
+        if not ctx.one_input:
+            through_adapter = (of_narrow @ a).view(*gradient.shape[:-1], -1)
+        elif of_x is not None:
+            of_x.addmm_(of_narrow, a)
+        ctx.adapter.gradients = through_adapter, of_narrow.T @ rows, (of_out.T @ narrow).mul_(ctx.adapter.scale)
+        return None if of_x is None else of_x.view(*gradient.shape[:-1], -1), gradient, None, None, None

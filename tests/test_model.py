@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPTBigCodeConfig, Starcoder2Config
 
-from finetune import attention, loss
+from finetune import attention, lora, loss
 from finetune import model as model_module
 from finetune.loss import count_labels, sum_losses, to_batch, use_loss_head
 from finetune.mistakes import Mistakes
@@ -189,51 +189,71 @@ def test_qlora_is_double_quantised_nf4_and_evaluation_does_not_break_training(tm
 
 
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_the_lean_lora_forward_is_peft_s(tmp_path, kind, autocast, monkeypatch):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_the_lean_lora_forward_is_peft_s(tmp_path, kind, precision, checkpointed, monkeypatch):
+    """PEFT's under autocast as it is used elsewhere, with and without a bias and dropout: loss and gradients."""
     batch, results = to_batch(row_of(list(range(10))), CPU), []
     save(tmp_path)
     for lean in (False, True):
         if not lean:
-            monkeypatch.setattr(model_module, "use_lean_forward", lambda network: 0)
-        network = prepare_for_training(load(tmp_path, kind), Method(kind=kind, rank=2), Memory())
+            monkeypatch.setattr(model_module, "use_lean_forward", lambda network: None)
+        base = load_model(Model(name=str(tmp_path)), Method(kind=kind), tmp_path, precision, CPU, None)
+        base.transformer.h[1].attn.c_attn.bias = None
+        network = prepare_for_training(base, Method(kind=kind, rank=2), Memory(checkpoint_activations=checkpointed))
         monkeypatch.undo()
         torch.manual_seed(1)
         for parameter in named_trainable(network).values():
+            assert parameter.dtype == torch.float32
             torch.nn.init.normal_(parameter, std=0.1)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        network.base_model.model.transformer.h[0].mlp.c_fc.lora_dropout["default"] = torch.nn.Dropout(0.3)
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16" and not lean):
+            torch.manual_seed(2)
             loss = sum_losses(network, batch)
         loss.backward()
-        results.append((loss, [parameter.grad for parameter in named_trainable(network).values()]))
-    (theirs, their_gradients), (ours, our_gradients) = results
-    torch.testing.assert_close(ours, theirs, rtol=2e-3 if autocast else 1e-6, atol=0.0)
-    for one, other in zip(our_gradients, their_gradients, strict=True):
-        assert one.norm() > 0 and (one - other).norm() / other.norm() < (0.05 if autocast else 1e-5)
-    with network.disable_adapter(), torch.no_grad():
-        base = make(CONFIGS["multi-query"])(batch["input_ids"]).logits
-        torch.testing.assert_close(network(batch["input_ids"]).logits, base, rtol=0.2, atol=0.2 if kind == "qlora" else 1e-5)
+        gradients = [parameter.grad for parameter in named_trainable(network).values()]
+        assert all(gradient.dtype == torch.float32 and gradient.norm() > 0 for gradient in gradients)
+        results.append((loss, torch.cat([gradient.flatten() for gradient in gradients])))
+    (theirs, their_gradient), (ours, our_gradient) = results
+    # In bf16 both are 0.02 to 0.035 from the gradient in fp32.
+    rough = precision == "bf16"
+    torch.testing.assert_close(ours, theirs, rtol=5e-3 if rough else 1e-6, atol=0.0)
+    assert (our_gradient - their_gradient).norm() / their_gradient.norm() < (0.06 if rough else 1e-6)
 
 
-def test_a_lora_layer_keeps_its_input_once_and_in_the_precision_of_the_computation(tmp_path):
-    network = prepare_for_training(load(save(tmp_path)), Method(rank=2), Memory(checkpoint_activations=False))
-    layer = next(module for module in network.modules() if hasattr(module, "lora_A"))
-    kept = []
-    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        layer(torch.randn(3, 5, 32, requires_grad=True))
-    wide = {t.data_ptr() for t in kept if t.shape[-1] == 32 and t.numel() == 3 * 5 * 32}
-    assert len(wide) == 1 and all(t.dtype == torch.bfloat16 for t in kept if t.data_ptr() in wide)
-
-
-def test_recomputation_of_a_4_bit_layer_leaves_out_its_last_product(tmp_path):
-    network = prepare_for_training(load(save(tmp_path), "qlora"), Method(kind="qlora", rank=2), Memory())
+def test_without_gradients_or_adapter_the_lean_forward_is_the_same(tmp_path):
+    network = prepare_for_training(load(save(tmp_path)), Method(rank=2), Memory())
     for parameter in named_trainable(network).values():
         torch.nn.init.normal_(parameter, std=0.1)
-    calls = Counter()
-    for name, module in network.named_modules():
-        if name.endswith("base_layer"):
-            module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        tuned = network(ids).logits
+        with network.disable_adapter():
+            base = network(ids).logits
+    torch.testing.assert_close(network(ids).logits, tuned, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(base, make(CONFIGS["multi-query"])(ids).logits)
+    assert not torch.allclose(base, tuned, atol=1e-2)
+
+
+def test_a_lora_layer_keeps_its_input_once_and_the_base_s_product_nothing(tmp_path):
+    network = prepare_for_training(load(save(tmp_path), "qlora"), Method(kind="qlora", rank=2), Memory(checkpoint_activations=False))
+    layer = next(module for module in network.modules() if hasattr(module, "lora_A"))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = layer(torch.randn(3, 5, 32, requires_grad=True))
+    assert sorted(tuple(tensor.shape) for tensor in kept) == [(2, 32), (15, 2), (15, 32), (48, 2)]
+    held = [value for value in vars(out.grad_fn).values() if isinstance(value, torch.Tensor)]
+    assert held == [], "nothing that saved-tensor hooks, and so checkpointing, would not see"
+
+
+def test_recomputation_leaves_out_a_layer_s_last_product(tmp_path, monkeypatch):
+    network = prepare_for_training(load(save(tmp_path), "qlora"), Method(kind="qlora", rank=2), Memory())
+    names = {id(module): name for name, module in network.named_modules()}
+    calls, weight = Counter(), lora._weight
+    monkeypatch.setattr(lora, "_weight", lambda linear, dtype: calls.update([names[id(linear)]]) or weight(linear, dtype))
     sum_losses(network, to_batch(row_of(list(range(10))), CPU)).backward()
-    assert {name: count for name, count in calls.items() if count != (1 if "mlp.c_proj" in name else 2)} == {}
+    assert len(calls) == 8
+    assert calls == {name: 2 if "mlp.c_proj" in name else 3 for name in calls}, "forward, recomputation, backward"
 
 
 def test_activations_are_checkpointed_only_as_asked(tmp_path):
