@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
+HANG_SECONDS = 900  # the slowest takes 60 s on two idle cores; on a crowded host it was seen to take six times as long
 
 
 def free_port() -> int:
@@ -18,7 +19,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def run(command: list[str], seconds: float, environ: dict[str, str] | None = None, folder: Path = ROOT) -> subprocess.CompletedProcess:
+def run(command: list[str], environ: dict[str, str] | None = None, folder: Path = ROOT) -> subprocess.CompletedProcess:
     """Run a command in a process group of its own; all of it is killed when it ends or the time is over."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FINETUNE_")) and k not in ("RANK", "WORLD_SIZE")}
     process = subprocess.Popen(
@@ -32,11 +33,11 @@ def run(command: list[str], seconds: float, environ: dict[str, str] | None = Non
         start_new_session=True,
     )
     try:
-        stdout, stderr = process.communicate(timeout=seconds)
+        stdout, stderr = process.communicate(timeout=HANG_SECONDS)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         stdout, stderr = process.communicate()
-        raise AssertionError(f"over {seconds} s: {command}\n{stdout[-4000:]}\n{stderr[-4000:]}") from None
+        raise AssertionError(f"over {HANG_SECONDS} s: {command}\n{stdout[-4000:]}\n{stderr[-4000:]}") from None
     finally:
         try:
             os.killpg(process.pid, signal.SIGKILL)

@@ -249,19 +249,19 @@ def test_a_sample_outside_the_embedding_is_a_message(model):
 
 def test_a_folder_with_other_files_is_left_alone_and_an_unfinished_run_s_is_not(tmp_path):
     (tmp_path / "README.md").write_text("mine")
-    done = run([*TRAIN, f"run.out={tmp_path}"], seconds=60)
+    done = run([*TRAIN, f"run.out={tmp_path}"])
     assert done.returncode == 2 and "holds other files (README.md), which a run could overwrite" in done.stderr
     assert os.listdir(tmp_path) == ["README.md"]
     (tmp_path / "README.md").unlink()
-    done = run([*TRAIN, f"run.out={tmp_path}", "optim.lr=1e30"], seconds=120)
+    done = run([*TRAIN, f"run.out={tmp_path}", "optim.lr=1e30"])
     assert done.returncode == 2 and (tmp_path / "run.lock").exists(), done.stderr
-    done = run([*TRAIN, f"run.out={tmp_path}"], seconds=120)
+    done = run([*TRAIN, f"run.out={tmp_path}"])
     assert done.returncode == 0 and (tmp_path / "adapter_config.json").exists(), done.stderr[-2000:]
 
 
 def test_one_process_under_torchrun_is_a_launch(tmp_path):
     command = [BIN / "torchrun", "--nproc_per_node=1", f"--master_port={free_port()}", *TRAIN[1:], f"run.out={tmp_path / 'out'}"]
-    done = run(command, seconds=120)
+    done = run(command)
     assert done.returncode == 0 and (tmp_path / "out" / "adapter_config.json").exists(), done.stderr[-2000:]
 
 
@@ -282,13 +282,13 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
         while not (out / "metrics.jsonl").exists() or len(read_metrics(out)) < 2:
             assert time.monotonic() < limit and process.poll() is None
             time.sleep(0.2)
-        done = run([*TRAIN, f"run.out={out}"], seconds=60)
+        done = run([*TRAIN, f"run.out={out}"])
         assert done.returncode == 2 and "another run is writing to" in done.stderr, done.stderr
         ranks = psutil.Process(process.pid).children(recursive=True)
         assert len(ranks) >= 2
         process.kill()
         process.wait()
-        _, alive = psutil.wait_procs(ranks, timeout=15)
+        _, alive = psutil.wait_procs(ranks, timeout=60)
         assert not alive
     finally:
         for rank in ranks:
@@ -301,10 +301,10 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
 
 def test_text_that_the_terminal_cannot_show_and_a_reader_that_leaves(tmp_path):
     environ = {"PYTHONIOENCODING": "ascii"}
-    done = run([*TRAIN, f"run.out={tmp_path / 'out'}", 'run.sample="# é"', "run.sample_tokens=2"], seconds=120, environ=environ)
+    done = run([*TRAIN, f"run.out={tmp_path / 'out'}", 'run.sample="# é"', "run.sample_tokens=2"], environ=environ)
     assert done.returncode == 0 and "before training: # \\xe9" in done.stdout
     check = f"{sys.executable} -m finetune check recipes/smoke.yaml --launch accelerate_configs/smoke.yaml | true"
-    done = run(["bash", "-c", check], seconds=60)
+    done = run(["bash", "-c", check])
     assert "Traceback" not in done.stderr
 
 
@@ -323,7 +323,7 @@ def test_a_full_disk_while_the_tokenizer_is_saved_is_a_message(tmp_path):
 def test_data_that_cannot_be_read_is_one_message_and_leaves_nothing(tmp_path, program):
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": \'b\'}\n{"text": "c"}\n')
     overrides = [f"data.train={tmp_path / 'rows.jsonl'}", f"run.out={tmp_path / 'out'}", f"data.cache={tmp_path / 'cache'}"]
-    done = run([*program, *overrides], seconds=60)
+    done = run([*program, *overrides])
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.count("error: ") == 1 and "rows.jsonl:2: not a line of JSON" in done.stderr
     assert not (tmp_path / "out").exists()
@@ -331,5 +331,5 @@ def test_data_that_cannot_be_read_is_one_message_and_leaves_nothing(tmp_path, pr
 
 def test_data_are_shown_without_training(tmp_path):
     command = [sys.executable, "-m", "finetune", "data", "recipes/smoke.yaml", "data.train=finetune", f"data.cache={tmp_path / 'cache'}"]
-    done = run(command, seconds=60)
+    done = run(command)
     assert done.returncode == 0 and "--- piece ---" in done.stdout and "rows of 256 (best_fit)" in done.stdout, done.stderr

@@ -416,7 +416,7 @@ def test_a_real_launch_is_found(tmp_path):
         "print(find_launch(os.environ, parent_command_lines()))\n"
     )
     path = os.path.relpath(launch_file(tmp_path, {"gpu_ids": "-1", "use_cpu": True}, "1xGPU"), ROOT)
-    done = run([sys.executable, "-m", "accelerate.commands.launch", "--config_file", path, script], seconds=60)
+    done = run([sys.executable, "-m", "accelerate.commands.launch", "--config_file", path, script])
     assert f"Launch(path='{path}', processes=1, machines=1, distributed_type='NO', cpu=True" in done.stdout, done.stderr
 
 

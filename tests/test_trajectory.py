@@ -44,7 +44,7 @@ def run_cases(strategy: str, processes: int, cases: dict[str, dict], folder) -> 
     """Run the cases in one launch and read each one's metrics."""
     file = folder / "cases.json"
     file.write_text(json.dumps(list(cases.values())))
-    done = run([*command_for(strategy, processes, folder), ROOT / "tests/trajectories.py", file], seconds=400)
+    done = run([*command_for(strategy, processes, folder), ROOT / "tests/trajectories.py", file])
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return {name: read_metrics(folder / name) for name in cases}
 
