@@ -60,7 +60,7 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
     from accelerate.utils import set_seed
     from tqdm import tqdm
 
-    from finetune import checkpoint, corpus, distributed, model, telemetry
+    from finetune import attention, checkpoint, corpus, distributed, model, telemetry
     from finetune.describe import describe, show_row
     from finetune.evaluate import check_sample, complete, evaluate
     from finetune.loss import count_labels, sum_losses, to_batch
@@ -83,6 +83,8 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
     is_main, world = accelerator.is_main_process, accelerator.num_processes
     distributed.check_same(accelerator, "rows of data.train", data.digest())
     accelerator.print(f"{recipe.model.name}: {shape.parameters / 1e9:.3f} billion parameters, {recipe.method.kind}, {precision}")
+    kernels = attention.forbid_math_kernel(shape, model.DTYPES[precision], accelerator.device)
+    accelerator.print(f"attention kernels: {kernels}")
     accelerator.print(f"{launch.strategy}: {world} x {optim.micro_batch} x {optim.grad_accum} rows of {recipe.data.seq_len} tokens a step")
     if is_main:
         data.write_manifest(out)
@@ -102,7 +104,9 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
     accelerator.print(f"{trainable:,} trainable parameters")
 
     # Optimizer. Accelerate wraps both in DistributedDataParallel or in the DeepSpeed engine, which shards their state.
-    optimizer = torch.optim.AdamW(model.optimizer_groups(network, optim.weight_decay), lr=optim.lr, betas=(0.9, 0.95))
+    # Fused: the other forms hold a copy of the second moments during the step.
+    groups = model.optimizer_groups(network, optim.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=(0.9, 0.95), fused=True)
     network, optimizer = accelerator.prepare(network, optimizer)
     distributed.check_prepared(accelerator, network, recipe, launch)
 
@@ -128,7 +132,7 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
             group["lr"] = rate
         share = data.batch(step - 1, batch_rows, accelerator.process_index, world, optim.micro_batch)
         batches = [to_batch(rows, accelerator.device) for rows in share]
-        label_tokens = accelerator.reduce(sum(count_labels(batch["labels"]) for batch in batches)).item()
+        label_tokens = accelerator.reduce(sum(count_labels(batch["labels"]) for batch in batches))  # on the device: no wait
         loss_sum = torch.zeros((), device=accelerator.device)
         for batch in batches:
             with accelerator.accumulate(network):
@@ -141,8 +145,8 @@ def train(recipe: Recipe, launch: Launch, precision: str) -> dict[str, float]:
                     gradient_norm = distributed.clip_gradients(accelerator, network, optim.clip)
                 optimizer.step()
                 optimizer.zero_grad()
-        mean_loss = accelerator.reduce(loss_sum).item() / label_tokens
-        skipped = bool(accelerator.optimizer_step_was_skipped)
+        mean_loss = (accelerator.reduce(loss_sum) / label_tokens).item()
+        skipped = distributed.step_was_skipped(accelerator, gradient_norm)
         guard.observe(step, mean_loss, gradient_norm, skipped)
         applied += not skipped
         if step in (1, optim.steps):

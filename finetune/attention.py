@@ -11,9 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
+
+from finetune.mistakes import Mistake, Mistakes
+from finetune.shape import Shape
 
 NAME = "sdpa_blocks"
 # Shorter documents that follow each other share a block of up to so many tokens under a mask of their own: as many kernels as
@@ -31,12 +35,12 @@ class Block:
     mask: torch.Tensor | None  # bool [end - start, end - start], True where a query may see a key
 
 
-def find_blocks(positions: np.ndarray, device: torch.device) -> list[Block]:
+def find_blocks(positions: np.ndarray, documents: torch.Tensor) -> list[Block]:
     """The blocks of packed rows, in order.
 
     Args:
         positions: int [rows, length], restarting at 0 with each document.
-        device: of the masks.
+        documents: int [rows, length], a number for each document, on the device where the masks are wanted.
     """
     blocks = []
     for row, each in enumerate(positions):
@@ -49,8 +53,8 @@ def find_blocks(positions: np.ndarray, device: torch.device) -> list[Block]:
             start, end = starts[first], starts[last]
             mask = None
             if last - first > 1:
-                document = torch.from_numpy(np.cumsum(each[start:end] == 0)).to(device)
-                mask = (document[:, None] == document[None, :]).tril()
+                own = documents[row, start:end]
+                mask = (own[:, None] == own[None, :]).tril()
             blocks.append(Block(row, start, end, mask))
             first = last
     return blocks
@@ -97,7 +101,7 @@ def block_attention(
         inside = (slice(block.row, block.row + 1), slice(None), slice(block.start, block.end))
         part = _attend(query[inside], key[inside], value[inside], block.mask, dropout, scaling, sliding_window)
         rows[block.row].append(part.transpose(1, 2))
-    return torch.cat([torch.cat(parts, dim=1) for parts in rows]), None
+    return _join([_join(parts, dim=1) for parts in rows], dim=0), None
 
 
 def _attend(query, key, value, mask, dropout: float, scaling: float | None, window: int | None) -> torch.Tensor:
@@ -114,13 +118,46 @@ def _attend(query, key, value, mask, dropout: float, scaling: float | None, wind
             visible &= mask[start:end, first:end]
         stretch = (slice(None), slice(None), slice(first, end))
         parts.append(scaled_dot_product_attention(query[:, :, start:end], key[stretch], value[stretch], visible, dropout, scale=scaling))
-    return torch.cat(parts, dim=2)
+    return _join(parts, dim=2)
+
+
+def _join(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    # A row of one document needs no copy: the kernels write in the order that the next layer reads.
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _expand(heads: torch.Tensor, groups: int) -> torch.Tensor:
     batch, count, length, size = heads.shape
     # A view with stride 0 for one head (multi-query); a copy for several (grouped-query).
     return heads[:, :, None].expand(batch, count, groups, length, size).reshape(batch, count * groups, length, size)
+
+
+def forbid_math_kernel(shape: Shape, dtype: torch.dtype, device: torch.device) -> str:
+    """Switch PyTorch's math attention off for this process, and try one head of documents alone and together, forward and backward.
+
+    Args:
+        shape: of the model; only the size of a head matters to the choice.
+        dtype: of queries, keys and values.
+
+    Returns:
+        The kernels that run, for the log.
+
+    Raises:
+        Mistakes: there is no kernel but the math one.
+    """
+    torch.backends.cuda.enable_math_sdp(False)  # of every device, in spite of its name
+    length, kernels = 64, {}
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    for name, block in (("one document", Block(0, 0, length, None)), ("short documents", Block(0, 0, length, mask))):
+        heads = torch.zeros(1, 1, length, shape.hidden_size // shape.heads, dtype=dtype, device=device, requires_grad=True)
+        try:
+            kernels[name] = SDPBackend(torch._fused_sdp_choice(heads, heads, heads, block.mask, is_causal=block.mask is None))
+            block_attention(None, heads, heads, heads, None, blocks=[block])[0].sum().backward()
+        except RuntimeError as error:
+            what = f"no attention kernel but the math one, which writes heads x length x length values ({str(error).splitlines()[0]})"
+            fix = "leave PyTorch's memory-efficient attention on, with a PyTorch built for this GPU (`python -m torch.utils.collect_env`)"
+            raise Mistakes(Mistake(str(device), f"{dtype} attention of {name}", what, fix)) from error
+    return ", ".join(f"{kernel.name.lower()} ({name})" for name, kernel in kernels.items())
 
 
 AttentionInterface.register(NAME, block_attention)

@@ -1,5 +1,6 @@
 """Start Accelerate as the launch file says, and prove that what runs is what was asked for, before and after `prepare`."""
 
+import math
 import os
 
 import deepspeed
@@ -141,6 +142,14 @@ def clip_gradients(accelerator: Accelerator, model: torch.nn.Module, clip: float
     norm = torch.linalg.vector_norm(torch.stack(norms)).float()
     torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
     return norm.item()
+
+
+def step_was_skipped(accelerator: Accelerator, gradient_norm: float) -> bool:
+    """Whether an fp16 overflow kept the optimizer from stepping. The fused optimizer leaves a step out inside its kernel, which
+    Accelerate does not see; it does so when a gradient is not finite, and then the norm is not."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return bool(accelerator.optimizer_step_was_skipped)
+    return accelerator.scaler is not None and not math.isfinite(gradient_norm)
 
 
 def check_step(accelerator: Accelerator, model: torch.nn.Module, optimizer, step: int, rate: float) -> None:

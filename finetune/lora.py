@@ -10,6 +10,8 @@ adapter computes in the input's precision from fp32 matrices that are cast on th
 nothing, and asks its module for the weight again in the backward pass, when it is there, whole, also under ZeRO-3.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
 from types import MethodType
 
 import torch
@@ -22,8 +24,30 @@ from peft.tuners.lora import LoraLayer
 def use_lean_forward(model: torch.nn.Module) -> None:
     """Give every LoRA layer of `model` the lean forward, in place."""
     for layer in [module for module in model.modules() if isinstance(module, LoraLayer)]:
+        layer.kept = None
         layer.forward = MethodType(_forward, layer)
         layer.base_layer.forward = MethodType(_base_forward, layer.base_layer)
+
+
+def keep_output(layer: LoraLinear) -> Callable[[], tuple]:
+    """A `context_fn` for torch's checkpoint: the layer's output is kept by the pass, and taken where the pass is repeated.
+
+    It costs no more than it says: what reads the output, an activation function, has it saved anyway when the pass is repeated.
+    """
+
+    @contextlib.contextmanager
+    def keeping(kept: list[torch.Tensor]) -> Iterator[None]:
+        layer.kept = kept
+        try:
+            yield
+        finally:
+            layer.kept = None
+
+    def contexts() -> tuple:
+        kept = []  # of one layer in one micro batch
+        return keeping(kept), keeping(kept)
+
+    return contexts
 
 
 def _forward(layer: LoraLinear, x: torch.Tensor) -> torch.Tensor:
@@ -39,15 +63,19 @@ def _forward(layer: LoraLinear, x: torch.Tensor) -> torch.Tensor:
     # Without dropout both products have one input, whose gradient is then added up in one place.
     one_input, joined = isinstance(dropout, torch.nn.Identity), torch.is_grad_enabled()
     bias = layer.base_layer.bias if joined else None
-    added = _Adapter.apply(x.detach() if one_input else dropout(x), lora_a.weight, lora_b.weight, bias, scale)
+    whole = layer.kept.pop() if layer.kept else None
+    added = _Adapter.apply(x.detach() if one_input else dropout(x), lora_a.weight, lora_b.weight, bias, scale, whole)
     if not joined:
         return added.add_(layer.base_layer(x))
-    return _FrozenProduct.apply(x, added, layer.base_layer, added.grad_fn, one_input)
+    out = _FrozenProduct.apply(x, added, layer.base_layer, added.grad_fn, one_input, whole is None)
+    if layer.kept is not None and whole is None:
+        layer.kept.append(out.detach())
+    return out
 
 
 def _base_forward(linear: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """The frozen layer alone; without gradients by its own product, which for a few tokens needs no whole 4-bit weight."""
-    return _FrozenProduct.apply(x, None, linear, None, False) if torch.is_grad_enabled() else type(linear).forward(linear, x)
+    return _FrozenProduct.apply(x, None, linear, None, False, True) if torch.is_grad_enabled() else type(linear).forward(linear, x)
 
 
 def _weight(linear: torch.nn.Linear, dtype: torch.dtype) -> torch.Tensor:
@@ -62,21 +90,24 @@ class _Adapter(torch.autograd.Function):
     """bias + scale B A x. Keeps x, A x, which is as narrow as the rank, and the matrices as they were computed with."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, scale: float) -> torch.Tensor:
-        """x [..., in]; a [rank, in]; b [out, rank]; bias [out] or None. To [..., out]."""
+    def forward(ctx, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, scale: float, whole) -> torch.Tensor:
+        """x [..., in]; a [rank, in]; b [out, rank]; bias [out] or None; whole [..., out], the layer's output if it was kept, to be
+        returned instead. To [..., out]."""
         ctx.scale, ctx.dtype = scale, a.dtype
         a, b, rows = a.to(x.dtype), b.to(x.dtype), x.flatten(0, -2)
         narrow = rows @ a.T
+        ctx.save_for_backward(rows, narrow, a, b)
+        if whole is not None:
+            return whole.detach()
         out = x.new_empty(*x.shape[:-1], len(b))  # not a view, which could not be added to in place
         bias = x.new_zeros(()) if bias is None else bias.to(x.dtype)
         torch.addmm(bias, narrow, b.T, alpha=scale, out=out.view(len(rows), -1))
-        ctx.save_for_backward(rows, narrow, a, b)
         return out
 
     @staticmethod
     def backward(ctx, _) -> tuple[torch.Tensor | None, ...]:
         of_x, of_a, of_b = ctx.gradients
-        return of_x, of_a.to(ctx.dtype), of_b.to(ctx.dtype), None, None
+        return of_x, of_a.to(ctx.dtype), of_b.to(ctx.dtype), None, None, None
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -88,9 +119,12 @@ class _FrozenProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, added: torch.Tensor | None, linear: torch.nn.Linear, adapter, one_input: bool) -> torch.Tensor:
-        """x [..., in]; added [..., out]; adapter: the `_Adapter` node that made it, from x itself (`one_input`) or another."""
+    def forward(ctx, x: torch.Tensor, added: torch.Tensor | None, linear, adapter, one_input: bool, compute: bool) -> torch.Tensor:
+        """x [..., in]; added [..., out]; adapter: the `_Adapter` node that made it, from x itself (`one_input`) or another; not
+        `compute`: the product is in it already."""
         ctx.linear, ctx.adapter, ctx.one_input = linear, adapter, one_input
+        if not compute:
+            return added.detach()
         if added is None:
             return torch.nn.functional.linear(x, _weight(linear, x.dtype), linear.bias)
         ctx.mark_dirty(added)
@@ -102,7 +136,7 @@ class _FrozenProduct(torch.autograd.Function):
         of_out, through_adapter = gradient.flatten(0, -2), None
         of_x = of_out @ _weight(ctx.linear, gradient.dtype) if ctx.needs_input_grad[0] else None
         if ctx.adapter is None:
-            return None if of_x is None else of_x.view(*gradient.shape[:-1], -1), None, None, None, None
+            return None if of_x is None else of_x.view(*gradient.shape[:-1], -1), None, None, None, None, None
         rows, narrow, a, b = ctx.adapter.saved_tensors
         of_narrow = (of_out @ b).mul_(ctx.adapter.scale)
         if not ctx.one_input:
@@ -110,4 +144,4 @@ class _FrozenProduct(torch.autograd.Function):
         elif of_x is not None:
             of_x.addmm_(of_narrow, a)
         ctx.adapter.gradients = through_adapter, of_narrow.T @ rows, (of_out.T @ narrow).mul_(ctx.adapter.scale)
-        return None if of_x is None else of_x.view(*gradient.shape[:-1], -1), gradient, None, None, None
+        return None if of_x is None else of_x.view(*gradient.shape[:-1], -1), gradient, None, None, None, None

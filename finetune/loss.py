@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
@@ -18,9 +19,13 @@ CHUNK_TOKENS = 512  # x 49,152 logits: 100 MB in fp32, and half of that in fp16
 
 def to_batch(rows: Rows, device: torch.device) -> dict[str, Any]:
     """Rows as `input_ids`, `position_ids` and `labels`, each int64 [rows, seq_len] on `device`, and the attention's `blocks`."""
-    arrays = {"input_ids": rows.tokens, "position_ids": rows.positions, "labels": rows.labels}
-    batch = {name: torch.from_numpy(array).to(device, torch.int64) for name, array in arrays.items()}
-    return batch | {"blocks": find_blocks(rows.positions, device)}
+    documents = np.cumsum(rows.positions == 0, axis=1)
+    arrays = {"input_ids": rows.tokens, "position_ids": rows.positions, "labels": rows.labels, "documents": documents}
+    host = {name: torch.from_numpy(array).to(torch.int64) for name, array in arrays.items()}
+    if device.type == "cuda":
+        host = {name: tensor.pin_memory() for name, tensor in host.items()}  # pageable memory makes the host wait for the copy
+    batch = {name: tensor.to(device, non_blocking=True) for name, tensor in host.items()}
+    return batch | {"blocks": find_blocks(rows.positions, batch.pop("documents"))}
 
 
 def count_labels(labels: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from finetune import attention, recipe
 from finetune.lora import use_lean_forward
 from finetune.loss import use_loss_head
 from finetune.mistakes import Mistake, Mistakes
-from finetune.offload import offload_checkpoints
+from finetune.recompute import choose_recomputation
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 WEIGHTS = "*.safetensors"
@@ -304,12 +304,9 @@ def prepare_for_training(model: PreTrainedModel, method: recipe.Method, memory: 
     model.config.use_cache = False
     model.generation_config = GenerationConfig.from_model_config(model.config)  # not the folder's, which may hold anything
     use_loss_head(model)
-    if memory.checkpoint_activations:
-        # Non-reentrant: the frozen first layer's input needs no gradient, and DDP never sees a parameter twice.
-        model.activation_checkpointing_enable({"use_reentrant": False})
-        if memory.offload_activations:
-            offload_checkpoints(model)
     trainable = model.requires_grad_(True) if method.kind == "full" else add_lora(model, method, in_engine)
+    if memory.checkpoint_activations:
+        choose_recomputation(model, memory)
     return trainable.train()
 
 

@@ -4,7 +4,6 @@ At 8,192 tokens the inputs of StarCoder's 40 layers are 4 GB in fp16. transforme
 stream that computes. Here a second stream copies: out while the layer computes, and back one layer ahead of the backward pass.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -76,11 +75,3 @@ class _Kept:
             self.before.fetch()
             self.before = None
         return tensor
-
-
-def offload_checkpoints(model: torch.nn.Module) -> None:
-    """Let every layer of `model` that is checkpointed keep its input on the host, in place."""
-    host = HostActivations()
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            module._gradient_checkpointing_func = partial(host.checkpoint, use_reentrant=False)

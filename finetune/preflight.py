@@ -15,7 +15,7 @@ from finetune.launch import Launch
 from finetune.machine import GIB, Gpu, Machine
 from finetune.mistakes import Mistake, Mistakes, near_path
 from finetune.recipe import Recipe
-from finetune.shape import Shape, load_shape
+from finetune.shape import MLP_INPUT, Shape, load_shape
 from finetune.sources import check_source
 
 BF16_CAPABILITY = (8, 0)  # below it bf16 is emulated: torch says that it is supported, and it is slow
@@ -236,6 +236,10 @@ def _check_shape(recipe: Recipe, shape: Shape | None, where: str) -> list[Mistak
             if target not in shape.linear_names:
                 what = f"{target!r} matches no linear module of {recipe.model.name} ({shape.family})"
                 mistakes.append(Mistake(where, "method.targets", what, f"it has {', '.join(shape.linear_names)}"))
+    kept = recipe.memory.keep_layers + recipe.memory.keep_mlp
+    if kept > shape.layers:
+        what = f"memory.keep_layers and memory.keep_mlp name {kept} layers together, and {recipe.model.name} has {shape.layers}"
+        mistakes.append(Mistake(where, "memory", what, f"at most {shape.layers}"))
     return mistakes
 
 
@@ -251,6 +255,9 @@ def _check_method(recipe: Recipe, launch: Launch, where: str) -> list[Mistake]:
     if kind == "full" and recipe.method.targets:
         what = "given for a full fine-tune, which trains every parameter"
         mistakes.append(Mistake(where, "method.targets", what, "remove it, or set method.kind: lora"))
+    if recipe.memory.keep_mlp and (kind == "full" or shards or (recipe.method.targets and MLP_INPUT not in recipe.method.targets)):
+        what = f"it is LoRA's forward pass on {MLP_INPUT} that keeps its product, where the weights are not sharded by ZeRO-3"
+        mistakes.append(Mistake(where, "memory.keep_mlp", what, "use memory.keep_layers"))
     return mistakes
 
 

@@ -131,6 +131,12 @@ class Optim(Section):
 class Memory(Section):
     checkpoint_activations: bool = Field(True, description="keep a layer's input alone and recompute the layer in the backward pass")
     offload_activations: bool = Field(False, description="keep those inputs in pinned host memory; for long rows")
+    keep_layers: int = Field(0, ge=0, description="where memory is left: so many layers, the last ones, keep everything, not recomputed")
+    keep_mlp: int = Field(
+        0,
+        ge=0,
+        description="likewise: so many layers before those keep the MLP's first product, at a third of the memory (LoRA, not ZeRO-3)",
+    )
 
 
 class Run(Section):
@@ -256,6 +262,10 @@ def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Recipe:
     if recipe.memory.offload_activations and not recipe.memory.checkpoint_activations:
         what = "it is the checkpointed inputs that go to the host, and memory.checkpoint_activations is off"
         mistakes.append(Mistake(str(path), "memory.offload_activations", what, "set both, or neither"))
+    for key in ("keep_layers", "keep_mlp"):
+        if getattr(recipe.memory, key) and not recipe.memory.checkpoint_activations:
+            what = "it is for layers that are recomputed, and memory.checkpoint_activations is off: every layer keeps everything"
+            mistakes.append(Mistake(str(path), f"memory.{key}", what, "leave it out, or switch checkpointing on"))
     if recipe.model.random_weights and recipe.method.kind == "qlora":
         what = "random weights are not quantised: 4-bit weights are made while a checkpoint is read"
         mistakes.append(Mistake(str(path), "model.random_weights", what, "set method.kind to lora or full"))

@@ -15,6 +15,8 @@ LINEAR_NAMES = {
     "starcoder2": ["c_fc", "c_proj", "k_proj", "o_proj", "q_proj", "v_proj"],
 }
 
+MLP_INPUT = "c_fc"  # of both: from the hidden size to the MLP's, four times as wide
+
 
 @dataclass(frozen=True)
 class Shape:

@@ -5,12 +5,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
 from finetune.__main__ import build_parser, parse_arguments
+from finetune.recipe import load_recipe
 from tests.launches import ROOT
 
 CASES = ROOT / "tests/cases"
@@ -171,7 +171,9 @@ def test_every_command_in_the_documentation_parses():
     assert len(commands) >= 1
     for command in commands:
         arguments = build_parser().parse_args(command.split())
-        assert Path(ROOT / arguments.recipe).exists() and Path(ROOT / arguments.launch).exists(), command
+        files = [arguments.recipe, *([arguments.launch] if "launch" in arguments else [])]
+        assert all((ROOT / file).exists() for file in files), command
+        load_recipe(ROOT / arguments.recipe, arguments.overrides)
 
 
 def test_only_local_rank_0_speaks(tmp_path):

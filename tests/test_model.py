@@ -20,6 +20,7 @@ from finetune.packing import IGNORED, Rows
 from finetune.recipe import Memory, Method, Model
 
 CPU = torch.device("cpu")
+WEIGHT = lora._weight
 CONFIGS = {
     "multi-query": GPTBigCodeConfig(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=100),
     "multi-head": GPTBigCodeConfig(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=100, multi_query=False),
@@ -79,6 +80,27 @@ def test_attention_never_asks_the_kernel_to_group_heads(config, monkeypatch):
     monkeypatch.setattr(attention, "scaled_dot_product_attention", watch)
     make(config)(torch.arange(12)[None])
     assert asked == [(True, False)] * 2
+
+
+@pytest.fixture
+def math_kernel_allowed_again():
+    yield
+    torch.backends.cuda.enable_math_sdp(True)
+    torch.backends.cuda.enable_flash_sdp(True)
+
+
+def test_the_math_kernel_is_forbidden(math_kernel_allowed_again):
+    """On a CPU the flash kernel stands for a GPU's memory-efficient one: without it the math kernel would be taken, silently."""
+    shape = mock.Mock(hidden_size=64, heads=4)
+    assert attention.forbid_math_kernel(shape, torch.float32, CPU) == "flash_attention (one document), flash_attention (short documents)"
+    torch.backends.cuda.enable_flash_sdp(False)
+    with pytest.raises(RuntimeError, match="No viable backend"):
+        make(CONFIGS["multi-query"])(torch.arange(12)[None])
+    with pytest.raises(Mistakes, match="no attention kernel but the math one") as error:
+        attention.forbid_math_kernel(shape, torch.float32, CPU)
+    assert "memory-efficient attention" in error.value.mistakes[0].fix
+    torch.backends.cuda.enable_math_sdp(True)
+    make(CONFIGS["multi-query"])(torch.arange(12)[None])  # the kernel that it forbids
 
 
 def gradients(model) -> list[torch.Tensor]:
@@ -246,14 +268,48 @@ def test_a_lora_layer_keeps_its_input_once_and_the_base_s_product_nothing(tmp_pa
     assert held == [], "nothing that saved-tensor hooks, and so checkpointing, would not see"
 
 
+def count_products(network, monkeypatch) -> Counter:
+    """How often each frozen product of a layer is computed from now on, forward or backward, by "layer.module"."""
+    names, calls = {id(module): name for name, module in network.named_modules()}, Counter()
+
+    def count(linear, dtype):
+        calls[names[id(linear)].partition(".h.")[2].removesuffix(".base_layer")] += 1
+        return WEIGHT(linear, dtype)
+
+    monkeypatch.setattr(lora, "_weight", count)
+    return calls
+
+
 def test_recomputation_leaves_out_a_layer_s_last_product(tmp_path, monkeypatch):
     network = prepare_for_training(load(save(tmp_path), "qlora"), Method(kind="qlora", rank=2), Memory())
-    names = {id(module): name for name, module in network.named_modules()}
-    calls, weight = Counter(), lora._weight
-    monkeypatch.setattr(lora, "_weight", lambda linear, dtype: calls.update([names[id(linear)]]) or weight(linear, dtype))
+    calls = count_products(network, monkeypatch)
     sum_losses(network, to_batch(row_of(list(range(10))), CPU)).backward()
     assert len(calls) == 8
-    assert calls == {name: 2 if "mlp.c_proj" in name else 3 for name in calls}, "forward, recomputation, backward"
+    assert calls == {name: 2 if name.endswith("mlp.c_proj") else 3 for name in calls}, "forward, recomputation, backward"
+
+
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("mlp", "layers"), [(1, 0), (2, 0), (0, 1), (1, 1)])
+def test_what_layers_keep_is_not_computed_again_and_changes_nothing(tmp_path, mlp, layers, offload, kind, monkeypatch):
+    save(tmp_path)
+    batches = [to_batch(row_of(list(range(start, start + 10))), CPU) for start in (0, 50)]
+    results = []
+    for options in ({}, {"keep_mlp": mlp, "keep_layers": layers, "offload_activations": offload}):
+        network = prepare_for_training(load(tmp_path, kind), Method(kind=kind, rank=2), Memory(**options))
+        torch.manual_seed(1)
+        for parameter in named_trainable(network).values():
+            torch.nn.init.normal_(parameter, std=0.1)
+        calls = count_products(network, monkeypatch)
+        losses = [sum_losses(network, batch) for batch in batches]  # both kept at once
+        sum(losses).backward()
+        results.append([*losses, *(parameter.grad for parameter in named_trainable(network).values())])
+    assert all(torch.equal(mine, plain) for plain, mine in zip(*results, strict=True))
+    for layer in range(2):
+        modules = ("attn.c_attn", "attn.c_proj", *(["mlp.c_fc"] if layer < 2 - layers - mlp else []))
+        again = {f"{layer}.{module}" for module in modules} if layer < 2 - layers else set()
+        assert {name for name, count in calls.items() if count == 6 and name.startswith(f"{layer}.")} == again
+        assert all(calls[f"{layer}.{module}"] in (4, 6) for module in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"))
 
 
 def test_activations_are_checkpointed_only_as_asked(tmp_path):

@@ -230,6 +230,17 @@ def test_every_target_matches_a_module(find):
     one(find("method.kind=full", SMALL, on="4xT4-zero2"), "method.targets: given for a full fine-tune", "remove it")
 
 
+def test_what_layers_may_keep(find):
+    qlora = {"on": "4xT4-zero2"}
+    one(find("memory.keep_layers=30", "memory.keep_mlp=11", "method.kind=qlora", **qlora), "name 41 layers together", "at most 40")
+    assert find("memory.keep_layers=20", "memory.keep_mlp=20", "method.kind=qlora", **qlora) == []
+    expected = "memory.keep_mlp: it is LoRA's forward pass on c_fc", "use memory.keep_layers"
+    one(find("memory.keep_mlp=1"), *expected)
+    one(find("memory.keep_mlp=1", "method.kind=qlora", "method.targets=[c_attn]", **qlora), *expected)
+    one(find("memory.keep_mlp=1", "method.kind=full", "method.targets=[]", SMALL, **qlora), *expected)
+    assert find("memory.keep_layers=1", "method.kind=full", "method.targets=[]", SMALL, **qlora) == []
+
+
 def test_a_missing_data_path_is_never_a_hub_name(find, tmp_path, monkeypatch):
     case = str(Path("tests/cases/recipes/local_path_missing.yaml").resolve())
     monkeypatch.chdir(tmp_path)

@@ -121,6 +121,13 @@ def test_bad_overrides_are_explained(override, expected):
     assert any(expected in mistake for mistake in found) and "optim.clip" in "".join(found), "all are said at once"
 
 
+@pytest.mark.parametrize("override", ["memory.offload_activations=true", "memory.keep_layers=1", "memory.keep_mlp=1"])
+def test_choices_of_checkpointing_without_checkpointing(override):
+    load_recipe("recipes/smoke.yaml", [override])
+    (mistake,) = mistakes_of("recipes/smoke.yaml", [override, "memory.checkpoint_activations=false"])
+    assert override.partition("=")[0] in mistake and "memory.checkpoint_activations is off" in mistake
+
+
 sections = {
     "optim": st.fixed_dictionaries(
         {},

@@ -51,15 +51,16 @@ def run_cases(strategy: str, processes: int, cases: dict[str, dict], folder) -> 
 
 def cases_of(strategy: str, processes: int, data, folder) -> dict[str, dict]:
     whole, half, one = BATCH_ROWS // processes, BATCH_ROWS // processes // 2, 1
+    keep = ["memory.keep_layers=1"] if processes == 2 else []
     cases = {
-        "full": case(data, folder / "full", "full", half, processes),
+        "full": case(data, folder / "full", "full", half, processes, *keep),
         "lora": case(data, folder / "lora", "lora", one, processes),
     }
     if (strategy, processes) not in (("zero3", 1), ("zero3", 4)):  # the slowest; ZeRO-3 on two ranks shows it
         name, off = "lora without checkpointing", "memory.checkpoint_activations=false"
         cases[name] = case(data, folder / name, "lora", whole, processes, off)
     if strategy in ("plain", "zero2") and processes <= 2:
-        cases["qlora"] = case(data, folder / "qlora", "qlora", half, processes)
+        cases["qlora"] = case(data, folder / "qlora", "qlora", half, processes, "memory.keep_mlp=1", *keep)
     faults = {("ddp", 2): FAULTS, ("zero2", 2): FAULTS[:2]}.get((strategy, processes), [])
     return cases | {fault: case(data, folder / fault, "lora", whole, processes, fault=fault) for fault in faults}
 
